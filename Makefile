@@ -1,0 +1,89 @@
+.DEFAULT_GOAL := help
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+
+PYTHON ?= python3
+PYTEST_ARGS ?=
+LOCK_ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+SOURCES := plan/src operator/src agent/src
+
+PIP_INSTALL := $(BIN)/python -m pip --disable-pip-version-check install --quiet --no-deps
+# $(COMPILE_DEV) -o FILE and $(COMPILE_RUNTIME) -o FILE keep the versions that FILE already has.
+COMPILE := $(BIN)/uv pip compile pyproject.toml --quiet --universal --generate-hashes --only-binary :all: \
+	--no-header --no-emit-index-url --extra operator --extra agent --group build
+COMPILE_DEV := $(COMPILE) --group dev
+COMPILE_RUNTIME := $(COMPILE) --constraints requirements/dev.txt
+
+.PHONY: help
+help: ## Show the targets.
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@echo
+	@echo 'Variables: PYTHON (interpreter for .venv), PYTEST_ARGS (test, soak, bench), LOCK_ARGS (lock)'
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo 'Python 3.11 or newer is needed: set PYTHON=...' >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip' 2>/dev/null || \
+		{ echo 'This Python cannot make virtual environments: install python3-venv' >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.stamp-%: requirements/%.txt pyproject.toml | $(BIN)/python
+	$(PIP_INSTALL) --only-binary :all: --require-hashes -r $<
+	$(PIP_INSTALL) --no-build-isolation --no-index --editable .
+	@touch $@
+
+.PHONY: install
+install: $(VENV)/.stamp-runtime ## Create .venv with what disagg needs to run.
+
+.PHONY: install-dev
+install-dev: $(VENV)/.stamp-dev ## Create .venv with the development tools too.
+
+.PHONY: demo
+demo: install ## Bring the example service up on this machine.
+	$(BIN)/disagg up -f examples/llama-3.1-8b.yaml
+
+.PHONY: test
+test: install-dev ## Run the tests, without the benchmarks.
+	DISAGG_PROFILE=short $(BIN)/python -m pytest tests --ignore=tests/bench $(PYTEST_ARGS)
+
+.PHONY: soak
+soak: install-dev ## Run the tests with their long profile.
+	DISAGG_PROFILE=long $(BIN)/python -m pytest tests --ignore=tests/bench $(PYTEST_ARGS)
+
+.PHONY: bench
+bench: install-dev ## Run the benchmarks and print their results.
+	$(BIN)/python -m pytest tests/bench -s $(PYTEST_ARGS)
+
+.PHONY: lint
+lint: install-dev ## Check style, types and import contracts.
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy $(SOURCES)
+	$(BIN)/lint-imports
+
+.PHONY: fmt
+fmt: install-dev ## Format the code and apply the safe fixes.
+	$(BIN)/ruff check --fix-only .
+	$(BIN)/ruff format .
+
+.PHONY: verify
+verify: install-dev ## Check that the lock files match pyproject.toml.
+	@tmp=$$(mktemp -d); trap 'rm -rf "$$tmp"' EXIT; \
+	cp requirements/*.txt "$$tmp"; \
+	{ $(COMPILE_DEV) -o "$$tmp/dev.txt" >/dev/null && diff -u requirements/dev.txt "$$tmp/dev.txt" && \
+	$(COMPILE_RUNTIME) -o "$$tmp/runtime.txt" >/dev/null && diff -u requirements/runtime.txt "$$tmp/runtime.txt"; } || \
+		{ echo 'The lock files are out of date: run make lock' >&2; exit 1; }
+
+.PHONY: lock
+lock: install-dev ## Write requirements/*.txt anew; LOCK_ARGS=--upgrade for newer versions.
+	$(COMPILE_DEV) $(LOCK_ARGS) -o requirements/dev.txt >/dev/null
+	$(COMPILE_RUNTIME) $(LOCK_ARGS) -o requirements/runtime.txt >/dev/null
+
+.PHONY: clean
+clean: ## Remove .venv, caches and run folders.
+	rm -rf $(VENV) .disagg .hypothesis .mypy_cache .pytest_cache .ruff_cache .import_linter_cache dist
+	find $(SOURCES) tests -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
