@@ -65,9 +65,7 @@ class Geometry:
     @property
     def bytes_per_token(self) -> int:
         """Bytes of one token's cells over all layers, each unit counted once."""
-        return sum(
-            len(group.layers) * part.units * part.cell_bytes for group in self.groups for part in group.parts
-        )
+        return sum(len(group.layers) * part.units * part.cell_bytes for group in self.groups for part in group.parts)
 
     def first_layers(self, count: int) -> Geometry:
         """The same geometry cut to its first `count` layers, for runs that must fit into little memory.

@@ -34,9 +34,7 @@ def blocks_for(tokens: int, block_tokens: int) -> int:
     return -(-tokens // block_tokens)
 
 
-def check_blocks(
-    ids: ArrayLike, tokens: int, block_tokens: int, pages: int, what: str, unique: bool
-) -> Ints:
+def check_blocks(ids: ArrayLike, tokens: int, block_tokens: int, pages: int, what: str, unique: bool) -> Ints:
     """Judge a request's block ids before anything is moved by them.
 
     Args:

@@ -45,9 +45,7 @@ class Replica:
     block_tokens: int
 
 
-def build_plan(
-    geometry: Geometry, prefill: Replica, decode: Replica, factors: Mapping[str, Any]
-) -> wire.Plan:
+def build_plan(geometry: Geometry, prefill: Replica, decode: Replica, factors: Mapping[str, Any]) -> wire.Plan:
     """Compute the plan between one prefill and one decode replica.
 
     Args:
@@ -115,9 +113,7 @@ class _PlannedGroup:
             layers=format_ranges(self.geometry.layers),
             table=self.geometry.table,
             tokens=wire.Tokens(rule="all"),
-            parts=[
-                wire.GroupPart(name=part.name, units=part.units, sharding=part.sharding) for part in self.parts
-            ],
+            parts=[wire.GroupPart(name=part.name, units=part.units, sharding=part.sharding) for part in self.parts],
             sub_tokens=self.sub_tokens,
         )
 
@@ -167,8 +163,7 @@ class _Layout:
 
 def _page(replica: Replica, group: _PlannedGroup, tp_rank: int) -> wire.Page:
     units = {
-        part.name: unit_interval(part.units, part.sharding, replica.parallelism.tensor, tp_rank)
-        for part in group.parts
+        part.name: unit_interval(part.units, part.sharding, replica.parallelism.tensor, tp_rank) for part in group.parts
     }
     return build_page(replica.profile, replica.layout, group.parts, units, replica.block_tokens)
 
@@ -245,9 +240,7 @@ def _demands(groups: list[_PlannedGroup], prefill: Replica, decode: Replica) -> 
                     if not layers:
                         continue
                     for tp_rank in range(decode.parallelism.tensor):
-                        need = unit_interval(
-                            parts[0].units, parts[0].sharding, decode.parallelism.tensor, tp_rank
-                        )
+                        need = unit_interval(parts[0].units, parts[0].sharding, decode.parallelism.tensor, tp_rank)
                         for hold, ranks in held.items():
                             low, high = max(need[0], hold[0]), min(need[1], hold[1])
                             if low >= high:
@@ -304,9 +297,7 @@ def _edges(
             known[key] = len(shapes)
             shapes.append(copies)
         edges.append(
-            wire.Edge.model_validate(
-                {"from": source_rank, "to": destination_rank, "shape": known[key]}, by_alias=True
-            )
+            wire.Edge.model_validate({"from": source_rank, "to": destination_rank, "shape": known[key]}, by_alias=True)
         )
     return shapes, edges
 
@@ -348,9 +339,7 @@ def _completions(edges: list[wire.Edge], sources: int, destinations: int) -> dic
     for edge in edges:
         readers[edge.source].append(edge.destination)
     # A source that nobody reads still holds the request's blocks: one decode rank tells it when to let go.
-    return {
-        str(rank): sorted(found) or [rank * destinations // sources] for rank, found in readers.items()
-    }
+    return {str(rank): sorted(found) or [rank * destinations // sources] for rank, found in readers.items()}
 
 
 def _factors(groups: list[_PlannedGroup], prefill: Replica, decode: Replica) -> dict[str, Any]:

@@ -173,9 +173,7 @@ def build_page(
     else:
         placed = [_opaque(parts[0], units[parts[0].name], block_tokens)]
     regions = [region for region, _ in placed]
-    return Page(
-        block_tokens=block_tokens, regions=regions, parts=[part for _, inner in placed for part in inner]
-    )
+    return Page(block_tokens=block_tokens, regions=regions, parts=[part for _, inner in placed for part in inner])
 
 
 def _tensor(
@@ -207,9 +205,7 @@ def _tensor(
 def _opaque(part: Part, units: Interval, tokens: int) -> tuple[Region, list[PagePart]]:
     run = part.cell_bytes * tokens
     size = (units[1] - units[0]) * run
-    placed = PagePart(
-        name=part.name, region=0, units=units, offset=0, unit_stride=run, token_stride=0, cell_bytes=run
-    )
+    placed = PagePart(name=part.name, region=0, units=units, offset=0, unit_stride=run, token_stride=0, cell_bytes=run)
     return Region(bytes=size, stride=size), [placed]
 
 
@@ -218,7 +214,9 @@ def _version(text: str, field: str) -> tuple[int, ...]:
     try:
         return tuple(int(piece) for piece in core.split(".") if piece.isdigit() or not piece[:1].isalpha())
     except ValueError:
-        raise Refusal("UnknownProfile", field, f"version {text!r} is not numbers and dots", "Write e.g. 0.33.0") from None
+        raise Refusal(
+            "UnknownProfile", field, f"version {text!r} is not numbers and dots", "Write e.g. 0.33.0"
+        ) from None
 
 
 def _dotted(version: tuple[int, ...]) -> str:

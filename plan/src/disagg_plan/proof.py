@@ -169,9 +169,7 @@ class _Prover:
                     )
             together = [layer for stage in stages for layer in stage]
             if sorted(together) != list(parse_ranges(group.layers)):
-                self._find(
-                    f"{where}: the stages do not hold each layer of {group.name} ({group.layers}) exactly once"
-                )
+                self._find(f"{where}: the stages do not hold each layer of {group.name} ({group.layers}) exactly once")
 
     def _check_page(self, side: wire.Side, where: str, rank: int, name: str) -> None:
         group = self.plan.group(name)
@@ -292,7 +290,9 @@ class _Prover:
                 placed.offset + unit * placed.unit_stride + token * placed.token_stride + row * repeat_stride
             ) // granule + byte
             if int(where.max()) >= sizes[placed.region]:
-                self._fatal(f"{at}: part {placed.name} reaches outside the {page.regions[placed.region].bytes} bytes of its region")
+                self._fatal(
+                    f"{at}: part {placed.name} reaches outside the {page.regions[placed.region].bytes} bytes of its region"
+                )
             flat = where.ravel()
             if len(np.unique(flat)) != len(flat) or (identity[placed.region][flat] != -1).any():
                 self._fatal(f"{at}: cells of part {placed.name} overlap others")
@@ -335,7 +335,9 @@ class _Prover:
             for role, held in ends:
                 layers = set(parse_ranges(held.layers[copy.group])) if copy.group in held.layers else set()
                 if not layers >= set(parse_ranges(copy.layers)):
-                    self._fatal(f"{at}: copies layers {copy.layers} of {copy.group}, which its {role} rank does not hold")
+                    self._fatal(
+                        f"{at}: copies layers {copy.layers} of {copy.group}, which its {role} rank does not hold"
+                    )
             if copy.part not in {part.name for part in self.plan.group(copy.group).parts}:
                 self._fatal(f"{at}: group {copy.group} has no part {copy.part}")
 
@@ -355,9 +357,7 @@ class _Prover:
             classes.setdefault(key, ([], copies))[0].append(layer)
         return list(classes.values())
 
-    def _check_rank(
-        self, rank: int, name: str, layers: list[int], copies: list[tuple[wire.Edge, int]]
-    ) -> None:
+    def _check_rank(self, rank: int, name: str, layers: list[int], copies: list[tuple[wire.Edge, int]]) -> None:
         at = f"decode rank {rank} group {name} layers {layers[0]}..{layers[-1]}"
         cells = self._page_cells(self.plan.destination, "destination", rank, name)
         written = [np.zeros(len(identity), dtype=np.int64) for identity in cells.identity]
@@ -380,9 +380,7 @@ class _Prover:
                         f"{at}: byte {first} of region {region} {problem} ({int(bad.sum()) * granule} bytes in all)"
                     )
 
-    def _check_copy(
-        self, edge: wire.Edge, index: int, dst_cells: _Cells, at: str
-    ) -> tuple[int, Ints] | None:
+    def _check_copy(self, edge: wire.Edge, index: int, dst_cells: _Cells, at: str) -> tuple[int, Ints] | None:
         """Granules that one copy writes over all sub-blocks of the destination page, or None if it is wrong."""
         copy = self.plan.shapes[edge.shape][index]
         name = copy.group
@@ -418,7 +416,11 @@ class _Prover:
                     )
                     return None
                 found = cells.identity[region][granules]
-                if (found < 0).any() or (cells.sub[region][granules] != sub).any() or (found % len(page.parts) != number).any():
+                if (
+                    (found < 0).any()
+                    or (cells.sub[region][granules] != sub).any()
+                    or (found % len(page.parts) != number).any()
+                ):
                     self._find(
                         f"{at} copy {index} ({name}.{copy.part}): touches bytes of the {role} page that are not {copy.part} of sub-block {sub}"
                     )

@@ -123,14 +123,10 @@ def _in_blocks(demands: Sequence[Demand], candidates: tuple[int, ...]) -> list[A
     # Neighbouring destinations read from neighbouring sources: what a person expects to see, and what
     # vLLM's mapping does (`floor(r * p / t)`).
     count = len(demands)
-    return [
-        Assignment(candidates[index * len(candidates) // count], demand) for index, demand in enumerate(demands)
-    ]
+    return [Assignment(candidates[index * len(candidates) // count], demand) for index, demand in enumerate(demands)]
 
 
-def _least_loaded(
-    demands: Sequence[Demand], candidates: tuple[int, ...], loads: dict[int, int]
-) -> list[Assignment]:
+def _least_loaded(demands: Sequence[Demand], candidates: tuple[int, ...], loads: dict[int, int]) -> list[Assignment]:
     total = {source: loads[source] for source in candidates}
     chosen = []
     for demand in sorted(demands, key=lambda d: -d.bytes):

@@ -35,9 +35,7 @@ LayerRange = Annotated[str, Field(min_length=1, max_length=4096)]
 class Wire(BaseModel):
     """Base: camelCase on the wire, frozen, no coercion, unknown keys refused."""
 
-    model_config = ConfigDict(
-        extra="forbid", strict=True, frozen=True, alias_generator=to_camel, populate_by_name=True
-    )
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, alias_generator=to_camel, populate_by_name=True)
 
 
 def _pair(value: Any) -> Any:
