@@ -106,6 +106,33 @@ def _attention(config: Config, element_bytes: int) -> Geometry:
     return Geometry((Group("attention", layers, parts, "attention"),))
 
 
+def _attention_of(*stated: str) -> Rule:
+    """`_attention` for a family that has its own default for the fields `stated`: left out, they are not guessed."""
+
+    def rule(config: Config, element_bytes: int) -> Geometry:
+        for name in stated:
+            _integer(config, name)
+        return _attention(config, element_bytes)
+
+    return rule
+
+
+def _falcon(config: Config, element_bytes: int) -> Geometry:
+    """Falcon: the 7B has one KV head, and `num_kv_heads` is not read unless `new_decoder_architecture` is set."""
+    if config.get("new_decoder_architecture") is not True:
+        multi_query = config.get("multi_query")
+        if not isinstance(multi_query, bool):
+            raise Refusal(
+                "MissingConfigField",
+                f"{_FIELD}.multi_query",
+                f"multi_query is {multi_query!r}, and it decides the number of KV heads",
+                "Copy it from the model's config.json, or state model.geometry",
+            )
+        heads = 1 if multi_query else _integer(config, "num_attention_heads")
+        config = {**config, "num_key_value_heads": heads}
+    return _attention(config, element_bytes)
+
+
 def _latent(config: Config, element_bytes: int) -> Geometry:
     """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): one latent per token, whole on every rank.
 
@@ -127,15 +154,15 @@ def _latent(config: Config, element_bytes: int) -> Geometry:
 FAMILIES: dict[str, Rule] = {
     "deepseek_v2": _latent,
     "deepseek_v3": _latent,
-    "falcon": _attention,
+    "falcon": _falcon,
     "kimi_k2": _latent,
     "llama": _attention,
-    "minimax_m2": _attention,
-    "mistral": _attention,
-    "mixtral": _attention,
+    "minimax_m2": _attention_of("num_key_value_heads", "head_dim"),
+    "mistral": _attention_of("num_key_value_heads"),
+    "mixtral": _attention_of("num_key_value_heads"),
     "phi3": _attention,
-    "qwen2": _attention,
-    "qwen3": _attention,
-    "qwen3_moe": _attention,
+    "qwen2": _attention_of("num_key_value_heads"),
+    "qwen3": _attention_of("num_key_value_heads", "head_dim"),
+    "qwen3_moe": _attention_of("num_key_value_heads", "head_dim"),
 }
 """Cache rule of every `model_type` that is known."""

@@ -6,11 +6,14 @@ Geometry says nothing about pages, ranks or engines. It is derived from a Huggin
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from disagg_plan.errors import Refusal
-from disagg_plan.ranges import format_ranges
+from disagg_plan.ranges import MAX_LAYER, format_ranges
+from disagg_plan.wire import NAME_PATTERN
 
 GroupKind = Literal["paged", "state"]
 
@@ -85,33 +88,59 @@ class Geometry:
 
 
 def check_geometry(geometry: Geometry, field: str = "model.geometry") -> None:
-    """Refuse a geometry that contradicts itself.
+    """Refuse a geometry that contradicts itself or that no plan could hold.
 
     Raises:
-        Refusal: `BadGeometry` for no groups, repeated names, empty groups, or a layer whose parts repeat.
+        Refusal: `BadGeometry` for no groups, repeated or unusable names, empty groups, a layer out of range or
+            stated twice, a part without bytes, or a layer whose parts repeat.
     """
-
-    def refuse(message: str, remedy: str) -> Refusal:
-        return Refusal("BadGeometry", field, message, remedy)
-
     if not geometry.groups:
-        raise refuse("no groups: there would be nothing to move", "State at least one group")
-    names = [group.name for group in geometry.groups]
-    for name in names:
-        if names.count(name) > 1:
-            raise refuse(f"group {name!r} stands twice", "Give every group its own name")
+        raise _bad(field, "no groups: there would be nothing to move", "State at least one group")
+    for name, count in Counter(group.name for group in geometry.groups).items():
+        if count > 1:
+            raise _bad(field, f"group {name!r} stands twice", "Give every group its own name")
     owner: dict[tuple[str, int], str] = {}
     for group in geometry.groups:
-        parts = [part.name for part in group.parts]
-        if not group.layers or not parts:
-            raise refuse(f"group {group.name!r} has no {'parts' if group.layers else 'layers'}", "State both")
-        for part in parts:
-            if parts.count(part) > 1:
-                raise refuse(f"group {group.name!r} has part {part!r} twice", "Give every part its own name")
+        _check_group(group, field)
+        for part in group.parts:
             for layer in group.layers:
-                other = owner.setdefault((part, layer), group.name)
+                other = owner.setdefault((part.name, layer), group.name)
                 if other != group.name:
-                    raise refuse(
-                        f"part {part!r} of layer {layer} is in groups {other!r} and {group.name!r}",
+                    raise _bad(
+                        field,
+                        f"part {part.name!r} of layer {layer} is in groups {other!r} and {group.name!r}",
                         f"Take layer {layer} out of one (group {group.name!r} has {format_ranges(group.layers)})",
                     )
+
+
+def _check_group(group: Group, field: str) -> None:
+    for name in (group.name, group.table, *(part.name for part in group.parts)):
+        if not re.fullmatch(NAME_PATTERN, name):
+            raise _bad(
+                field,
+                f"{name!r} is no name for a group, table or part",
+                "Use up to 63 of a-z, 0-9, '_', '.' and '-', beginning and ending with a letter or digit",
+            )
+    if not group.layers or not group.parts:
+        raise _bad(field, f"group {group.name!r} has no {'parts' if group.layers else 'layers'}", "State both")
+    for layer, count in Counter(group.layers).items():
+        if not 0 <= layer <= MAX_LAYER:
+            raise _bad(
+                field, f"layer {layer} of group {group.name!r} is not between 0 and {MAX_LAYER}", "Number layers from 0"
+            )
+        if count > 1:
+            raise _bad(field, f"group {group.name!r} has layer {layer} twice", "State every layer once")
+    for part, count in Counter(part.name for part in group.parts).items():
+        if count > 1:
+            raise _bad(field, f"group {group.name!r} has part {part!r} twice", "Give every part its own name")
+    for stated in group.parts:
+        if stated.units < 1 or stated.cell_bytes < 1:
+            raise _bad(
+                field,
+                f"part {stated.name!r} of group {group.name!r} has {stated.units} units of {stated.cell_bytes} bytes",
+                "Both are whole numbers above 0",
+            )
+
+
+def _bad(field: str, message: str, remedy: str) -> Refusal:
+    return Refusal("BadGeometry", field, message, remedy)

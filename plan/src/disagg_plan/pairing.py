@@ -50,7 +50,10 @@ def check_blocks(ids: ArrayLike, tokens: int, block_tokens: int, pages: int, wha
     Raises:
         RequestError: `PageOutOfRange`, `TooFewPages`, `RepeatedPage` or `BadPages`.
     """
-    array = np.asarray(ids)
+    try:
+        array = np.asarray(ids)
+    except ValueError:  # lists of unequal length inside
+        array = np.asarray(None)
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
         raise RequestError("BadPages", f"{what}: page ids are not a list of whole numbers")
     needed = blocks_for(tokens, block_tokens)
@@ -59,13 +62,13 @@ def check_blocks(ids: ArrayLike, tokens: int, block_tokens: int, pages: int, wha
             "TooFewPages",
             f"{what}: {array.size} blocks of {block_tokens} tokens cannot hold {tokens} tokens, {needed} are needed",
         )
-    used = array[:needed].astype(np.int64)
+    used = array[:needed]
     if used.size and (int(used.min()) < 0 or int(used.max()) >= pages):
         wrong = int(used.min()) if int(used.min()) < 0 else int(used.max())
         raise RequestError("PageOutOfRange", f"{what}: page id {wrong} is outside the pool of {pages} pages")
     if unique and len(np.unique(used)) != len(used):
         raise RequestError("RepeatedPage", f"{what}: a page id stands twice in one request")
-    return used
+    return used.astype(np.int64)
 
 
 def page_pairs(
@@ -92,7 +95,8 @@ def page_pairs(
     if start % dst_block:
         raise RequestError(
             "UnalignedStart",
-            f"position {start} is not the start of a decode block of {dst_block} tokens: only whole blocks can be held already",
+            f"position {start} is not the start of a decode block of {dst_block} tokens: only whole blocks can be held "
+            "already",
         )
     position = np.arange(start // sub_tokens, blocks_for(end, sub_tokens), dtype=np.int64) * sub_tokens
     src_page = src_ids[position // src_block]

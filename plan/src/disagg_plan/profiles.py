@@ -15,6 +15,7 @@ Three arrangements cover the engines:
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -53,6 +54,9 @@ class Profile:
         """`engine/backend`, the name that compatibility factors carry."""
         return f"{self.engine}/{self.backend}"
 
+
+_VERSION = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,9})*)(?:\.(?:dev|post)[0-9]+)?(?:[-+].*)?")
+"""Numbers and dots; what a build adds behind them does not count."""
 
 _ANY = ((0,), (1 << 30,))
 _VLLM_JOINT = ((0, 30), (1, 0))
@@ -210,13 +214,10 @@ def _opaque(part: Part, units: Interval, tokens: int) -> tuple[Region, list[Page
 
 
 def _version(text: str, field: str) -> tuple[int, ...]:
-    core = text.split("+")[0].split("-")[0]
-    try:
-        return tuple(int(piece) for piece in core.split(".") if piece.isdigit() or not piece[:1].isalpha())
-    except ValueError:
-        raise Refusal(
-            "UnknownProfile", field, f"version {text!r} is not numbers and dots", "Write e.g. 0.33.0"
-        ) from None
+    match = _VERSION.fullmatch(text)
+    if match is None:
+        raise Refusal("UnknownProfile", field, f"version {text!r} is not numbers and dots", "Write e.g. 0.33.0")
+    return tuple(int(piece) for piece in match[1].split("."))
 
 
 def _dotted(version: tuple[int, ...]) -> str:

@@ -35,10 +35,9 @@ def parse_ranges(text: str) -> tuple[int, ...]:
     layers: list[int] = []
     for piece in text.split(","):
         match = _RANGE.fullmatch(piece)
-        if match is None:
+        first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
+        if first > last:
             raise FormatError("BadLayerRange", f"layer range {text!r}: {piece!r} is not an id or first-last")
-        first = int(match[1])
-        last = int(match[2]) if match[2] is not None else first
         layers.extend(range(first, last + 1))
     if format_ranges(layers) != text:
         raise FormatError(

@@ -71,7 +71,8 @@ def spread(demands: Iterable[Demand], sources: int) -> tuple[Assignment, ...]:
             loads[demand.candidates[0]] += demand.bytes
         else:
             shared.setdefault(demand.candidates, []).append(demand)
-    for candidates, several in sorted(shared.items()):
+    # Who has less choice comes first: a wider choice can go around what a narrower one filled, not the other way.
+    for candidates, several in sorted(shared.items(), key=lambda item: (len(item[0]), item[0])):
         chosen = _spread_shared(several, candidates, loads, bound)
         for assignment in chosen:
             loads[assignment.source] += assignment.demand.bytes

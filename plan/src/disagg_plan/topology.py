@@ -7,6 +7,7 @@ else is possible. Pipeline stages hold explicit layer ids.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Literal
 
@@ -86,7 +87,7 @@ def check_stages(stages: Sequence[Sequence[int]], layers: Sequence[int], field: 
     wanted = set(layers)
     seen: set[int] = set()
     for index, stage in enumerate(stages):
-        twice = seen & set(stage)
+        twice = {layer for layer, count in Counter(stage).items() if count > 1 or layer in seen}
         unknown = set(stage) - wanted
         if not stage or twice or unknown:
             what = (

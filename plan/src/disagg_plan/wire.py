@@ -27,7 +27,8 @@ Offset = Annotated[int, Field(ge=0, le=MAX_BYTES)]
 Positive = Annotated[int, Field(ge=1, le=MAX_BYTES)]
 Count = Annotated[int, Field(ge=1, le=2**20)]
 RankId = Annotated[int, Field(ge=0, le=2**16)]
-Name = Annotated[str, Field(min_length=1, max_length=63, pattern=r"^[a-z0-9]([a-z0-9_.-]*[a-z0-9])?$")]
+NAME_PATTERN = r"^[a-z0-9]([a-z0-9_.-]{0,61}[a-z0-9])?$"
+Name = Annotated[str, Field(pattern=NAME_PATTERN)]
 Digest = Annotated[str, Field(pattern=r"^sha256:[0-9a-f]{64}$")]
 LayerRange = Annotated[str, Field(min_length=1, max_length=4096)]
 

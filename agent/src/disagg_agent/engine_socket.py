@@ -1,0 +1,283 @@
+"""The agent's end of the engine socket: one connection per engine rank.
+
+A connection begins with `Welcome` from the agent and `Register` from the engine; the latter may carry file descriptors, which
+asyncio cannot receive, so the beginning runs on a worker thread with a deadline and the rest on the event loop. A rank whose
+connection ends is gone: its mover is closed before anything else hears of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+
+from disagg_agent.errors import AgentError, FrameError, RegistrationRefused
+from disagg_agent.frames import Codec, close_all
+from disagg_agent.messages import (
+    PROTOCOL,
+    Abort,
+    Connected,
+    Hold,
+    Load,
+    Moved,
+    MoverCard,
+    MoverCommand,
+    MoverEvent,
+    Probed,
+    RankCard,
+    Refused,
+    Register,
+    Registered,
+    ToAgent,
+    Welcome,
+)
+from disagg_agent.mover import Mover
+from disagg_agent.plan_loader import LoadedPlan
+from disagg_agent.registry import Pool, check_card, check_registration
+from disagg_agent.segments import Segment, map_segments, region_cards
+
+log = logging.getLogger(__name__)
+
+REGISTER_SECONDS = 120.0
+"""Time that an engine has between `Welcome` and `Register`: it may allocate its cache in between."""
+
+_MAX_BUFFERED = 64 << 20
+
+
+class MoverPort(Protocol):
+    """Where commands of a rank go: a mover in this process, or one behind the engine socket."""
+
+    def submit(self, command: MoverCommand) -> None:
+        """Queue a command; never blocks."""
+
+
+class EngineEvents(Protocol):
+    """What the socket tells the agent, on the event loop."""
+
+    def rank_registered(self, session: RankSession) -> None:
+        """A rank is usable from now on."""
+
+    def rank_gone(self, session: RankSession) -> None:
+        """Its connection ended; its memory is unmapped already, or dies with its process."""
+
+    def registration_refused(self, error: AgentError) -> None:
+        """A rank was turned away."""
+
+    def from_engine(self, session: RankSession, message: Hold | Load | Abort) -> None:
+        """A message of a registered rank."""
+
+    def from_mover(self, session: RankSession, event: MoverEvent) -> None:
+        """An event of a rank's mover, wherever it lives."""
+
+
+@dataclass
+class _Handshake:
+    register: Register
+    pool: Pool
+    card: MoverCard
+    mover: Mover | None
+    segments: list[Segment]
+
+
+class RankSession:
+    """A registered engine rank."""
+
+    def __init__(self, handshake: _Handshake, writer: asyncio.StreamWriter, codec: Codec[ToAgent]) -> None:
+        self.rank = handshake.register.rank
+        self.placement = handshake.register.placement
+        self.pool = handshake.pool
+        self.card = RankCard(self.rank, handshake.register.factors, handshake.card)
+        self._local = handshake.mover
+        self._segments = handshake.segments
+        self._writer = writer
+        self._codec = codec
+
+    def send(self, message: msgspec.Struct) -> None:
+        """Send to the engine; an engine that reads nothing is cut off rather than buffered for ever."""
+        transport = self._writer.transport
+        if transport.is_closing():
+            return
+        if transport.get_write_buffer_size() > _MAX_BUFFERED:
+            log.error("engine does not read its socket", extra={"rank": self.rank})
+            transport.abort()
+            return
+        self._writer.write(self._codec.encode(message))
+
+    @property
+    def mover(self) -> MoverPort:
+        """The rank's mover."""
+        return self._local if self._local is not None else _RemoteMover(self)
+
+    def cut(self) -> None:
+        """End the connection; the session ends as if the engine had."""
+        self._writer.transport.abort()
+
+    async def close(self) -> None:
+        """Close the mover, and only then the mapping under it."""
+        if self._local is not None:
+            await asyncio.to_thread(self._local.close)
+        self._segments.clear()
+        self._writer.close()
+        with contextlib.suppress(OSError):
+            await self._writer.wait_closed()
+
+
+@dataclass(frozen=True)
+class _RemoteMover:
+    session: RankSession
+
+    def submit(self, command: MoverCommand) -> None:
+        self.session.send(command)
+
+
+class EngineSocket:
+    """Accepts engine ranks.
+
+    Args:
+        path: where the Unix socket is made; a stale one is replaced.
+        welcome: first message to every engine, asked for at each connection.
+        events: told of ranks and their messages, on the event loop.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        loaded: LoadedPlan,
+        role: str,
+        welcome: Callable[[], Welcome],
+        events: EngineEvents,
+    ) -> None:
+        self._path = path
+        self._loaded = loaded
+        self._role = role
+        self._welcome = welcome
+        self._events = events
+        self._codec: Codec[ToAgent] = Codec(ToAgent)
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.sessions: dict[int, RankSession] = {}
+
+    async def serve(self) -> None:
+        """Listen until cancelled."""
+        self._path.unlink(missing_ok=True)
+        self._loop = asyncio.get_running_loop()
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+            listener.bind(os.fspath(self._path))
+            os.chmod(self._path, 0o660)
+            listener.listen(64)
+            listener.setblocking(False)
+            try:
+                while True:
+                    sock, _ = await self._loop.sock_accept(listener)
+                    task = asyncio.create_task(self._connection(sock))
+                    self._tasks.add(task)
+                    task.add_done_callback(self._tasks.discard)
+            finally:
+                self._path.unlink(missing_ok=True)
+                for task in list(self._tasks):
+                    task.cancel()
+                await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _connection(self, sock: socket.socket) -> None:
+        try:
+            handshake = await asyncio.to_thread(self._begin, sock)
+        except asyncio.CancelledError:
+            # The worker thread sits in a blocking receive; without this the agent could not exit before its timeout.
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+            raise
+        except (AgentError, OSError) as error:
+            refusal = error if isinstance(error, AgentError) else FrameError("EngineSocket", str(error))
+            log.error("registration refused", extra={"code": refusal.code, "detail": refusal.message})
+            self._events.registration_refused(refusal)
+            with contextlib.suppress(OSError):
+                sock.sendall(self._codec.encode(Refused(refusal.code, refusal.message[:4096])))
+            sock.close()
+            return
+        if handshake is None:
+            sock.close()
+            return
+        sock.setblocking(False)
+        reader, writer = await asyncio.open_unix_connection(sock=sock)
+        session = RankSession(handshake, writer, self._codec)
+        try:
+            await self._session(session, reader)
+        finally:
+            await session.close()
+
+    async def _session(self, session: RankSession, reader: asyncio.StreamReader) -> None:
+        if session.rank in self.sessions:
+            text = f"rank {session.rank} is registered already and its connection is alive"
+            session.send(Refused("RankTaken", text))
+            self._events.registration_refused(RegistrationRefused("RankTaken", text))
+            return
+        self.sessions[session.rank] = session
+        session.send(Registered())
+        self._events.rank_registered(session)
+        try:
+            while (message := await self._codec.read(reader)) is not None:
+                match message:
+                    case Hold() | Load() | Abort():
+                        self._events.from_engine(session, message)
+                    case Connected() | Probed() | Moved():
+                        self._events.from_mover(session, message)
+                    case Register():
+                        raise FrameError("BadFrame", "a rank registers twice on one connection")
+        except (FrameError, OSError) as error:
+            log.error("engine connection failed", extra={"rank": session.rank, "detail": str(error)})
+        finally:
+            del self.sessions[session.rank]
+            self._events.rank_gone(session)
+
+    def _begin(self, sock: socket.socket) -> _Handshake | None:
+        """Welcome an engine and judge its registration; runs on a worker thread. None if it only looked in."""
+        sock.setblocking(True)
+        sock.settimeout(REGISTER_SECONDS)
+        sock.sendall(self._codec.encode(self._welcome()))
+        message, fds = self._codec.receive(sock)
+        if message is None:
+            return None
+        try:
+            if not isinstance(message, Register):
+                raise FrameError("BadFrame", f"the first message is {type(message).__name__}, not Register")
+            if message.protocol != PROTOCOL:
+                raise RegistrationRefused(
+                    "ProtocolMismatch", f"the engine speaks protocol {message.protocol}, the agent {PROTOCOL}"
+                )
+            pool = check_registration(self._loaded, self._role, message)
+        except AgentError:
+            close_all(fds)
+            raise
+        if message.placement == "engine":
+            close_all(fds)
+            if message.mover is None:
+                raise RegistrationRefused("NoMover", "placement engine registers without a mover")
+            check_card(self._loaded, self._role, RankCard(message.rank, message.factors, message.mover))
+            return _Handshake(message, pool, message.mover, None, [])
+        segments = map_segments(fds, message.segments)
+        mover = Mover(
+            self._loaded.plan,
+            self._role,
+            message.rank,
+            [(segment.address, segment.size) for segment in segments],
+            region_cards(segments, message.regions),
+            lambda event: self._relay(message.rank, event),
+        )
+        return _Handshake(message, pool, mover.card, mover, segments)
+
+    def _relay(self, rank: int, event: MoverEvent) -> None:
+        def deliver() -> None:
+            session = self.sessions.get(rank)
+            if session is not None:
+                self._events.from_mover(session, event)
+
+        # A loop that is closing takes no more calls; then nobody is left to hear of the event either.
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(deliver)

@@ -1,0 +1,205 @@
+"""Prefill's side of a request, as a pure state machine: events in, actions out, the clock is an argument.
+
+A hold keeps the pages of one request on one rank under a lease. It ends when every decode rank that the plan names has said
+`Done`, when the lease runs out, when the engine aborts, or when the engine is gone; while a reader still has it open, its
+pages are not given back, whatever ended it.
+
+States of a hold: `held` -> (`aborted` | `expired`) while readers remain -> released.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from disagg_agent.errors import AgentError
+from disagg_agent.messages import Done, Failed, Held, Hold, Open, Opened, OpenRefused, Released, Revoked, Serve
+
+
+@dataclass(frozen=True)
+class Reader:
+    """A decode agent: one connection. `replica` groups the agents whose completions count together."""
+
+    replica: str
+    connection: int
+
+
+@dataclass(frozen=True)
+class ToEngineRank:
+    """Tell the engine rank that holds the pages."""
+
+    rank: int
+    message: Held | Released | Failed
+
+
+@dataclass(frozen=True)
+class ToReader:
+    """Tell a decode agent."""
+
+    reader: Reader
+    message: Opened | OpenRefused | Revoked
+
+
+@dataclass(frozen=True)
+class ToMover:
+    """Tell the mover of a rank to start or stop driving progress."""
+
+    rank: int
+    message: Serve
+
+
+Action = ToEngineRank | ToReader | ToMover
+State = Literal["held", "aborted", "expired"]
+
+
+@dataclass
+class _Held:
+    rank: int
+    hold: Hold
+    expires: float
+    state: State = "held"
+    open_by: set[tuple[Reader, int]] = field(default_factory=set)
+    done: dict[str, set[int]] = field(default_factory=dict)
+
+
+class Leases:
+    """All holds of one prefill pod.
+
+    Args:
+        completions: decode ranks whose `Done` frees each prefill rank (the plan's `completions`).
+        seconds: length of a lease.
+    """
+
+    def __init__(self, completions: Sequence[Iterable[int]], seconds: float) -> None:
+        self._expected = [frozenset(ranks) for ranks in completions]
+        self._seconds = seconds
+        self._holds: dict[tuple[int, str], _Held] = {}
+
+    def __len__(self) -> int:
+        return len(self._holds)
+
+    def hold(self, now: float, rank: int, message: Hold) -> list[Action]:
+        """An engine rank asks to keep pages. A request id that is still held is refused: two generations would mix."""
+        key = (rank, message.request)
+        if key in self._holds:
+            text = f"request {message.request} is already held on rank {rank}"
+            return [ToEngineRank(rank, Failed(message.request, "DuplicateHold", text, freed=False))]
+        self._holds[key] = _Held(rank, message, now + self._seconds)
+        return [ToEngineRank(rank, Held(message.request, message.generation, self._seconds))]
+
+    def open(self, now: float, reader: Reader, message: Open) -> list[Action]:
+        """A decode rank asks for the pages; refused unless both sides mean the same request, life and span."""
+        held = self._holds.get((message.source, message.request))
+        code, text = self._judge(now, held, message)
+        if held is None or code:
+            refusal = OpenRefused(message.request, message.generation, message.source, message.destination, code, text)
+            return [ToReader(reader, refusal)]
+        opener = (reader, message.destination)
+        actions: list[Action] = []
+        if opener not in held.open_by:
+            held.open_by.add(opener)
+            actions.append(ToMover(held.rank, Serve(+1)))
+        answer = Opened(
+            message.request,
+            message.generation,
+            message.source,
+            message.destination,
+            held.hold.pages,
+            max(0.0, held.expires - now),
+        )
+        return [*actions, ToReader(reader, answer)]
+
+    def _judge(self, now: float, held: _Held | None, message: Open) -> tuple[str, str]:
+        if held is None:
+            return "UnknownRequest", f"request {message.request} is not held on prefill rank {message.source}"
+        if held.hold.generation != message.generation:
+            return (
+                "StaleGeneration",
+                f"request {message.request} is held as generation {held.hold.generation}, not {message.generation}",
+            )
+        if held.state != "held":
+            return f"Request{held.state.capitalize()}", f"request {message.request} is {held.state} on prefill"
+        if now >= held.expires:
+            return "LeaseExpired", f"the lease of request {message.request} ended {now - held.expires:.3f} s ago"
+        if held.hold.tokens != message.tokens:
+            return (
+                "UnequalSpan",
+                f"request {message.request}: decode names {message.tokens} tokens, prefill holds {held.hold.tokens}",
+            )
+        if message.destination not in self._expected[message.source]:
+            return (
+                "NoEdge",
+                f"decode rank {message.destination} reads nothing from prefill rank {message.source} in this plan",
+            )
+        return "", ""
+
+    def done(self, reader: Reader, message: Done) -> list[Action]:
+        """A decode rank has finished with a source. Unknown, stale and repeated ones change nothing."""
+        held = self._holds.get((message.source, message.request))
+        if held is None or held.hold.generation != message.generation:
+            return []
+        if message.destination not in self._expected[message.source]:
+            return []
+        actions = self._close(held, {(reader, message.destination)})
+        held.done.setdefault(reader.replica, set()).add(message.destination)
+        return [*actions, *self._settle(held)]
+
+    def abort(self, rank: int, request: str) -> list[Action]:
+        """The engine gives the request up; readers are told, and pages follow once they have let go."""
+        held = self._holds.get((rank, request))
+        if held is None or held.state == "aborted":
+            return []
+        held.state = "aborted"
+        return [*self._revoke(held, "RequestAborted", "prefill aborted the request"), *self._settle(held)]
+
+    def reader_gone(self, reader: Reader) -> list[Action]:
+        """A decode agent's connection ended: it reads no more, and its completions will not come."""
+        actions: list[Action] = []
+        for held in list(self._holds.values()):
+            actions += self._close(held, {opener for opener in held.open_by if opener[0] == reader})
+            actions += self._settle(held)
+        return actions
+
+    def rank_gone(self, rank: int) -> list[Action]:
+        """An engine rank is gone and its memory with it: every hold ends, every reader is told."""
+        actions: list[Action] = []
+        for held in [held for held in self._holds.values() if held.rank == rank]:
+            actions += self._revoke(held, "EngineGone", f"the engine of prefill rank {rank} is gone")
+            del self._holds[rank, held.hold.request]
+        return actions
+
+    def tick(self, now: float) -> list[Action]:
+        """End every lease that has run out; all entries are looked at, since renewals reorder them."""
+        actions: list[Action] = []
+        for held in [held for held in self._holds.values() if held.state == "held" and now >= held.expires]:
+            held.state = "expired"
+            actions += self._revoke(held, "LeaseExpired", "the lease ran out")
+            actions += self._settle(held)
+        return actions
+
+    def next_deadline(self) -> float | None:
+        """When `tick` has something to do next."""
+        return min((held.expires for held in self._holds.values() if held.state == "held"), default=None)
+
+    def _close(self, held: _Held, openers: set[tuple[Reader, int]]) -> list[Action]:
+        closing = openers & held.open_by
+        held.open_by -= closing
+        return [ToMover(held.rank, Serve(-len(closing)))] if closing else []
+
+    def _revoke(self, held: _Held, code: str, text: str) -> list[Action]:
+        hold = held.hold
+        return [
+            ToReader(reader, Revoked(hold.request, hold.generation, held.rank, destination, code, text))
+            for reader, destination in sorted(held.open_by, key=lambda item: (item[0].connection, item[1]))
+        ]
+
+    def _settle(self, held: _Held) -> list[Action]:
+        """Give the pages back if nothing can touch them any more."""
+        hold = held.hold
+        complete = any(done >= self._expected[held.rank] for done in held.done.values())
+        if held.open_by or not (complete or held.state != "held"):
+            return []
+        self._holds.pop((held.rank, hold.request), None)
+        reason = "completed" if complete else held.state
+        return [ToEngineRank(held.rank, Released(hold.request, hold.generation, reason))]

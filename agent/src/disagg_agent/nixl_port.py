@@ -1,0 +1,117 @@
+"""The one place that calls NIXL: names its errors, and holds what its bindings need to be told.
+
+Measured traps that this module absorbs (NIXL 1.5.1):
+
+* the progress thread busy-polls a core for ever, so it is off, and whoever owns a port drives progress;
+* `add_remote_agent` returns bytes, and `release` of a handle in flight does not stop its data;
+* truncated metadata poisons the agent name it carries: names are never reused (`mover.py` makes them unique).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from disagg_agent.errors import MoverError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+Operation = Literal["READ", "WRITE"]
+
+
+class NixlPort:
+    """A NIXL agent with the UCX backend and no thread of its own. Not thread-safe: one thread owns it.
+
+    Args:
+        name: unique for ever; a name seen once with bad metadata is unusable.
+        memory: `DRAM` or `VRAM`, of everything that is registered here.
+    """
+
+    def __init__(self, name: str, memory: Literal["DRAM", "VRAM"] = "DRAM") -> None:
+        # Imported here: the plan room, tests and tools use this package without NIXL installed.
+        from nixl._api import nixl_agent, nixl_agent_config
+
+        self.name = name
+        self._memory = memory
+        with _named("NixlUnavailable"):
+            self._agent = nixl_agent(name, nixl_agent_config(enable_prog_thread=False, backends=["UCX"]))
+
+    def register(self, segments: Iterable[tuple[int, int]]) -> None:
+        """Register memory, `(address, bytes)` each."""
+        with _named("RegisterFailed"):
+            self._agent.register_memory([(address, size, 0, "") for address, size in segments], self._memory)
+
+    def metadata(self) -> bytes:
+        """Connection info and memory keys of everything registered: a secret."""
+        return bytes(self._agent.get_agent_metadata())
+
+    def connect(self, metadata: bytes, expected: str) -> None:
+        """Load a peer's metadata. Blocks while UCX connects: call only for a peer that has just answered.
+
+        Raises:
+            MoverError: `ConnectFailed`, or `WrongName` if the metadata is another agent's.
+        """
+        with _named("ConnectFailed"):
+            name = self._agent.add_remote_agent(metadata)
+        actual = name.decode() if isinstance(name, bytes) else str(name)
+        if actual != expected:
+            self._agent.remove_remote_agent(actual)
+            raise MoverError("WrongName", f"metadata of {actual!r} came under the name {expected!r}")
+
+    def disconnect(self, name: str) -> None:
+        """Forget a peer."""
+        with _named("DisconnectFailed"):
+            self._agent.remove_remote_agent(name)
+
+    def prepare(self, rows: np.ndarray[Any, np.dtype[np.uint64]], remote: str | None) -> Any:
+        """Prepare strided rows, `(n, 5)` of uint64; `remote` None for our own memory."""
+        with _named("PrepareFailed"):
+            return self._agent.prep_xfer_dlist("NIXL_INIT_AGENT" if remote is None else remote, rows, self._memory)
+
+    def post(
+        self,
+        operation: Operation,
+        local: Any,
+        local_index: np.ndarray[Any, np.dtype[np.int32]],
+        remote: Any,
+        remote_index: np.ndarray[Any, np.dtype[np.int32]],
+    ) -> tuple[Any, bool]:
+        """Make and post one transfer; its handle and whether it has ended already (shared memory copies at once)."""
+        with _named("TransferFailed"):
+            handle = self._agent.make_prepped_xfer(operation, local, local_index, remote, remote_index)
+            return handle, self._agent.transfer(handle) == "DONE"
+
+    def ended(self, handle: Any) -> bool:
+        """Whether a transfer has ended well; also drives progress.
+
+        Raises:
+            MoverError: `TransferFailed`, it has ended badly.
+        """
+        with _named("TransferFailed"):
+            state = self._agent.check_xfer_state(handle)
+            if state == "ERR":
+                raise MoverError("TransferFailed", "NIXL reports the transfer in error")
+            return bool(state == "DONE")
+
+    def release(self, handle: Any) -> None:
+        """Free a transfer that has ended."""
+        with _named("ReleaseFailed"):
+            handle.release()
+
+    def progress(self) -> None:
+        """Serve remote transfers that target our memory; does nothing useful unless called often."""
+        with _named("ProgressFailed"):
+            self._agent.get_new_notifs()
+
+
+@contextmanager
+def _named(code: str) -> Iterator[None]:
+    # NIXL's exceptions all derive from RuntimeError; bad arguments surface as ValueError, TypeError or IndexError.
+    try:
+        yield
+    except (RuntimeError, ValueError, TypeError, IndexError) as error:
+        raise MoverError(code, f"{type(error).__name__}: {error}") from error

@@ -1,0 +1,164 @@
+"""What an engine rank registers, compared with what the plan says it must have.
+
+Pure: values in, a typed refusal or the rank's pool out. The refusal names the region and both numbers, because it is read
+by someone whose fleet does not come up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from disagg_agent.errors import FrameError, RegistrationRefused
+from disagg_agent.messages import Pages, RankCard, RegionCard, RegionDeclaration, Register, unpack_pages
+from disagg_agent.plan_loader import LoadedPlan
+from disagg_plan.pairing import check_blocks
+from disagg_plan.ranges import parse_ranges
+from disagg_plan.wire import Page
+
+
+@dataclass(frozen=True)
+class Pool:
+    """Pages that one rank has, per block table."""
+
+    pages: Mapping[str, int]
+
+
+def check_registration(loaded: LoadedPlan, role: str, message: Register) -> Pool:
+    """Judge a registration.
+
+    Raises:
+        RegistrationRefused: `UnknownRank`, `CompatMismatch`, `MissingRegion`, `UnknownRegion`, `WrongShape`,
+            `OutsideSegment` or `UnequalPools`.
+    """
+    ranks = loaded.side(role).ranks
+    if message.rank >= len(ranks):
+        raise RegistrationRefused(
+            "UnknownRank", f"rank {message.rank} registers, the plan has {role} ranks 0 to {len(ranks) - 1}"
+        )
+    check_factors(loaded.expected_factors(role), message.factors, f"{role} rank {message.rank}", "the plan")
+    expected = expected_regions(loaded, role, message.rank)
+    who = f"{role} rank {message.rank}"
+    _check_keys(expected, message.regions, who)
+    for region in message.regions:
+        _check_region(region, expected[region.group, region.layer, region.region], message.segments)
+    return Pool(_pool_sizes(loaded, message.regions))
+
+
+def check_card(loaded: LoadedPlan, role: str, card: RankCard) -> Pool:
+    """Judge what a mover elsewhere says of its memory: the same questions, without segments to look into.
+
+    Raises:
+        RegistrationRefused: as `check_registration`.
+    """
+    ranks = loaded.side(role).ranks
+    who = f"{role} rank {card.rank}"
+    if card.rank >= len(ranks):
+        raise RegistrationRefused("UnknownRank", f"{who}: the plan has ranks 0 to {len(ranks) - 1}")
+    check_factors(loaded.expected_factors(role), card.factors, who, "the plan")
+    expected = expected_regions(loaded, role, card.rank)
+    _check_keys(expected, card.mover.regions, who)
+    for region in card.mover.regions:
+        key = (region.group, region.layer, region.region)
+        planned = expected[key].regions[region.region].stride
+        if region.stride != planned or region.pages < 1:
+            raise RegistrationRefused(
+                "WrongShape",
+                f"{who}: {_name(key)} has {region.pages} pages, stride {region.stride}; the plan has {planned}",
+            )
+    return Pool(_pool_sizes(loaded, card.mover.regions))
+
+
+def check_pages(loaded: LoadedPlan, role: str, rank: int, pool: Pool, tokens: int, pages: Pages) -> None:
+    """Judge the page ids of a request on one rank: enough blocks in every table, inside the pool, none twice.
+
+    Raises:
+        FrameError: `BadPages`, a table is missing or unknown.
+        RequestError: as `disagg_plan.pairing.check_blocks`.
+    """
+    side = loaded.side(role)
+    blocks = {
+        loaded.plan.group(group).table: side.pages[index].block_tokens or 1
+        for group, index in side.ranks[rank].pages.items()
+    }
+    if set(pages) != set(blocks):
+        raise FrameError("BadPages", f"page ids for tables {sorted(pages)}, {role} rank {rank} has {sorted(blocks)}")
+    for table, block_tokens in blocks.items():
+        what = f"{role} rank {rank} table {table}"
+        check_blocks(unpack_pages(pages[table]), tokens, block_tokens, pool.pages[table], what, unique=True)
+
+
+def expected_regions(loaded: LoadedPlan, role: str, rank: int) -> dict[tuple[str, int, int], Page]:
+    """Page of every (group, layer, region) that a rank must register."""
+    side = loaded.side(role)
+    held = side.ranks[rank]
+    return {
+        (group, layer, region): side.pages[index]
+        for group, index in held.pages.items()
+        for layer in parse_ranges(held.layers[group])
+        for region in range(len(side.pages[index].regions))
+    }
+
+
+def check_factors(expected: Mapping[str, object], reported: Mapping[str, object], who: str, whose: str) -> None:
+    """Compare compatibility factors; each expected one must be reported and equal.
+
+    Raises:
+        RegistrationRefused: `CompatMismatch` with every factor that differs and both values.
+    """
+    wrong = [
+        f"{name} is {reported[name]!r}, {whose} has {value!r}"
+        if name in reported
+        else f"{name} is not reported, {whose} has {value!r}"
+        for name, value in sorted(expected.items())
+        if reported.get(name) != value
+    ]
+    if wrong:
+        raise RegistrationRefused("CompatMismatch", f"{who}: {'; '.join(wrong)}")
+
+
+def _check_keys(
+    expected: Mapping[tuple[str, int, int], Page], regions: Sequence[RegionCard | RegionDeclaration], who: str
+) -> None:
+    found = [(region.group, region.layer, region.region) for region in regions]
+    for key in expected:
+        if key not in found:
+            raise RegistrationRefused("MissingRegion", f"{who} registers no {_name(key)}")
+    for key in found:
+        if key not in expected:
+            raise RegistrationRefused("UnknownRegion", f"{who} registers {_name(key)}, which is not in the plan")
+        if found.count(key) > 1:
+            raise RegistrationRefused("UnknownRegion", f"{who} registers {_name(key)} twice")
+
+
+def _check_region(region: RegionDeclaration, page: Page, segments: list[int]) -> None:
+    what = _name((region.group, region.layer, region.region))
+    planned = page.regions[region.region]
+    for field, actual, wanted in (("bytes", region.bytes, planned.bytes), ("stride", region.stride, planned.stride)):
+        if actual != wanted:
+            raise RegistrationRefused("WrongShape", f"{what}: {field} of a page is {actual}, the plan has {wanted}")
+    if region.pages < 1:
+        raise RegistrationRefused("WrongShape", f"{what}: it has no pages")
+    if region.segment >= len(segments):
+        raise RegistrationRefused("OutsideSegment", f"{what}: segment {region.segment} of {len(segments)}")
+    end = region.offset + (region.pages - 1) * region.stride + region.bytes
+    if end > segments[region.segment]:
+        raise RegistrationRefused(
+            "OutsideSegment", f"{what}: ends at byte {end} of a segment of {segments[region.segment]}"
+        )
+
+
+def _pool_sizes(loaded: LoadedPlan, regions: Sequence[RegionCard | RegionDeclaration]) -> dict[str, int]:
+    sizes: dict[str, int] = {}
+    for region in regions:
+        table = loaded.plan.group(region.group).table
+        if sizes.setdefault(table, region.pages) != region.pages:
+            what = _name((region.group, region.layer, region.region))
+            raise RegistrationRefused(
+                "UnequalPools", f"{what}: {region.pages} pages, other regions of table {table} have {sizes[table]}"
+            )
+    return sizes
+
+
+def _name(key: tuple[str, int, int]) -> str:
+    return f"group {key[0]} layer {key[1]} region {key[2]}"
