@@ -33,6 +33,7 @@ from disagg_agent.messages import (
     Loaded,
     Moved,
     MoverEvent,
+    OpenRefused,
     Probe,
     Probed,
     RankCard,
@@ -265,7 +266,7 @@ class Agent:
                     self._count(message)
                     self._to_engine(rank, message)
                 case leases.ToReader(reader, message):
-                    if isinstance(message, leases.OpenRefused):
+                    if isinstance(message, OpenRefused):
                         self._refused(message.code)
                     self.readers.send(reader, message)
                 case leases.ToMover(rank, message):

@@ -1,7 +1,8 @@
 """Decode's view of prefill agents: dial, compare, connect the movers, probe; again whenever the connection is lost.
 
-Level-based: the set of peers to have is given (`introduce`, or learned from a request), each has one task that keeps trying, and
-nothing depends on the order of events. A peer is `ready` when every edge between its ranks and ours has been probed.
+Level-based: the set of peers to have is given (`introduce`, or learned from a request), each has one task that keeps
+trying, and nothing depends on the order of events. A peer is `ready` when every edge between its ranks and ours has been
+probed.
 """
 
 from __future__ import annotations
@@ -151,7 +152,7 @@ class Sources:
 
     def connected(self, rank: int, event: Connected) -> None:
         """A local mover has loaded a source's metadata, or could not."""
-        for peer, link, source in self._links_of(rank, event.link):
+        for peer, link, _source in self._links_of(rank, event.link):
             if event.code:
                 self._link_failed(peer, link, event.code, event.message)
             else:
@@ -190,7 +191,7 @@ class Sources:
             peer.state, peer.broken = "dialling", None
             code, text = await self._session(peer)
             code, text = peer.broken or (code, text)
-            if peer.state == "ready":
+            if peer.links and all(link.state == "ready" for link in peer.links.values()):
                 backoff = _BACKOFF_FIRST
             peer.state = "refused" if code in _FINAL else "lost"
             peer.code, peer.message = code, text

@@ -187,28 +187,42 @@ def _check_replica(geometry: Geometry, replica: Replica) -> None:
             )
         for part in group.parts:
             if part.sharding == "split" and not can_hold(part.units, parallelism.tensor):
-                sizes = ", ".join(str(size) for size in workable_sizes(part.units))
+                sizes = ", ".join(str(size) for size in _workable_sizes(geometry))
                 raise Refusal(
                     "IndivisibleUnits",
                     f"{replica.role}.parallelism.tensor",
-                    f"{part.units} units of part {part.name!r} cannot be placed on {parallelism.tensor} tensor-parallel "
-                    "ranks: neither number divides the other",
+                    f"{part.units} units of part {part.name!r} cannot be placed on {parallelism.tensor} "
+                    "tensor-parallel ranks: neither number divides the other",
                     f"Use a tensor-parallel size of {sizes}",
                 )
-    check_stages(replica.stages, geometry.layers, f"{replica.role}.parallelism.pipelineLayers")
+    stages_field = f"{replica.role}.parallelism.pipelineLayers"
+    if len(replica.stages) != parallelism.pipeline:
+        raise Refusal(
+            "BadStages",
+            stages_field,
+            f"{len(replica.stages)} stages are given for {parallelism.pipeline} pipeline ranks",
+            f"Give {parallelism.pipeline} stages, or set parallelism.pipeline to {len(replica.stages)}",
+        )
+    check_stages(replica.stages, geometry.layers, stages_field)
+
+
+def _workable_sizes(geometry: Geometry) -> list[int]:
+    """Tensor-parallel sizes that can hold every part of the model."""
+    units = {part.units for group in geometry.groups for part in group.parts if part.sharding == "split"}
+    return sorted(set.intersection(*(set(workable_sizes(count)) for count in units)))
 
 
 def _groups(geometry: Geometry, prefill: Replica, decode: Replica) -> list[_PlannedGroup]:
     planned = []
     for group in geometry.groups:
         parts = page_parts(prefill.profile, group)
-        opaque = prefill.profile.arrangement == "opaque"
+        opaque = "opaque" in (prefill.profile.arrangement, decode.profile.arrangement)
         if parts != page_parts(decode.profile, group) or (opaque and prefill.profile != decode.profile):
             raise Refusal(
                 "LayoutMismatch",
                 "decode.engine.backend",
-                f"prefill pages ({prefill.profile.name}) hold {_names(parts)}, decode pages ({decode.profile.name}) hold "
-                f"{_names(page_parts(decode.profile, group))}: no copy turns one order of bytes into the other",
+                f"prefill pages ({prefill.profile.name}) hold {_names(parts)}, decode pages ({decode.profile.name}) "
+                f"hold {_names(page_parts(decode.profile, group))}: no copy turns one order of bytes into the other",
                 "Use the same attention backend on both sides",
             )
         if opaque and prefill.block_tokens != decode.block_tokens:

@@ -47,12 +47,6 @@ def source_bound(summary: wire.Summary) -> int:
     return max(summary.mean_source_bytes, summary.max_destination_bytes)
 
 
-def edge_bytes_per_token(plan: wire.Plan, edge: wire.Edge) -> int:
-    """Bytes that one edge carries per token."""
-    sub_tokens = {group.name: group.sub_tokens or 1 for group in plan.groups}
-    return sum(runs.bytes * len(runs.layers) // sub_tokens[runs.group] for runs in edge_runs(plan, edge))
-
-
 def _group_bytes(plan: wire.Plan, group: wire.Group) -> int:
     """Bytes per token of one group over all its layers, each unit once, from any page that holds the part."""
     cells: dict[str, int] = {}

@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -63,7 +63,8 @@ class _Request:
     """A request that the agent works on: one answer per rank."""
 
     answers: dict[int, asyncio.Future[Held | Loaded]]
-    freed: dict[int, asyncio.Event] = field(default_factory=dict)
+    freed: dict[int, asyncio.Event]
+    sent: bool = False
 
 
 class SyntheticEngine:
@@ -76,6 +77,7 @@ class SyntheticEngine:
         self.pools: list[RankPool] = []
         self._requests: dict[str, _Request] = {}
         self._owned: dict[str, dict[str, Ids]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
         self._work = ThreadPoolExecutor(max_workers=2, thread_name_prefix="engine-work")
 
     async def start(self) -> None:
@@ -137,20 +139,21 @@ class SyntheticEngine:
             EngineError: with the reason.
         """
         self._check_alive()
+        if request in self._requests:
+            raise EngineError("DuplicateRequest", f"request {request} is being served already")
         ids = await self._take(tokens)
         generation = uuid4().hex
         pending = self._begin(request)
+        self._owned[request] = ids
         try:
             await self._each_pool(lambda pool: pool.fill(request_seed(request), ids, 0, tokens))
             pages = {table: pack_pages(blocks) for table, blocks in ids.items()}
-            self._owned[request] = ids
+            pending.sent = True
             for connection in self.ranks:
                 connection.hold(Hold(request, generation, tokens, pages))
             await self._answers(pending)
-        except BaseException:
-            self._requests.pop(request, None)
-            raise
-        asyncio.create_task(self._release(request, pending)).add_done_callback(_report)  # noqa: RUF006
+        finally:
+            self._release_later(request, pending)
         return {
             "do_remote_prefill": True,
             "do_remote_decode": False,
@@ -184,6 +187,7 @@ class SyntheticEngine:
             await self._each_pool(lambda pool: pool.fill(seed, ids, 0, cached))
             missing = {table: blocks[self._first_missing(table, cached, tokens) :] for table, blocks in ids.items()}
             pages = {table: pack_pages(blocks) for table, blocks in missing.items()}
+            pending.sent = True
             for connection in self.ranks:
                 connection.load(Load(request, source, tokens, cached, pages))
             answers = await self._answers(pending)
@@ -196,7 +200,7 @@ class SyntheticEngine:
                 transfer_seconds=max(answer.seconds for answer in loaded),
             )
         finally:
-            asyncio.create_task(self._release(request, pending)).add_done_callback(_report)  # noqa: RUF006
+            self._release_later(request, pending)
 
     async def stray_bytes(self) -> int:
         """Bytes that somebody wrote outside the pages of living requests, on all ranks."""
@@ -232,6 +236,16 @@ class SyntheticEngine:
             if isinstance(result, BaseException):
                 raise result
         return [result for result in results if not isinstance(result, BaseException)]
+
+    def _release_later(self, request: str, pending: _Request) -> None:
+        if not pending.sent:
+            # The agent never heard of it: nobody else can hold its pages.
+            for event in pending.freed.values():
+                event.set()
+        task = asyncio.create_task(self._release(request, pending))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(_report)
 
     async def _release(self, request: str, pending: _Request) -> None:
         """Give pages back once no rank has a use for them: on prefill after `Released`, on decode after the last byte."""

@@ -1,0 +1,222 @@
+"""The `DisaggDeployment` custom resource as pydantic types: what a user may declare.
+
+Field names on the wire are camelCase. Unknown fields are refused: a misspelt field that is silently ignored is found by users as a
+wrong deployment.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic.alias_generators import to_camel
+
+from disagg_operator.constants import API_VERSION, ENGINE_CONTAINER, KIND
+from disagg_plan.errors import Refusal
+
+Short = Annotated[str, Field(min_length=1, max_length=253)]
+PartName = Annotated[str, Field(min_length=1, max_length=63, pattern=r"^[a-z0-9]([a-z0-9_.-]*[a-z0-9])?$")]
+Ranges = Annotated[str, Field(min_length=1, max_length=4096, pattern=r"^[0-9,-]+$")]
+
+
+class Spec(BaseModel):
+    """Base: camelCase, frozen, unknown fields refused."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, alias_generator=to_camel, populate_by_name=True)
+
+
+class GeometryPart(Spec):
+    """One tensor of a layer's cache: `elements` per unit and token."""
+
+    name: PartName
+    units: Annotated[int, Field(ge=1, le=65536)]
+    sharding: Literal["split", "replicated"]
+    elements: Annotated[int, Field(ge=1, le=1 << 24)]
+    dtype: Short | None = None
+
+
+class GeometryGroup(Spec):
+    """Layers that share a block table and a page layout."""
+
+    name: PartName
+    layers: Ranges
+    table: PartName | None = None
+    parts: Annotated[list[GeometryPart], Field(min_length=1, max_length=64)]
+
+
+class GeometrySpec(Spec):
+    """Explicit geometry; wins over what `config` says."""
+
+    groups: Annotated[list[GeometryGroup], Field(min_length=1, max_length=64)]
+
+
+class ConfigMapKeyRef(Spec):
+    """A key of a ConfigMap in the same namespace."""
+
+    name: Short
+    key: Short
+
+
+class ConfigSource(Spec):
+    """Where config.json comes from, if not inline."""
+
+    config_map_key_ref: ConfigMapKeyRef
+
+
+class Model(Spec):
+    """The model that both sides serve. Name and revision are part of compatibility."""
+
+    name: Short
+    revision: Short | None = None
+    config: dict[str, Any] | None = None
+    config_from: ConfigSource | None = None
+    geometry: GeometrySpec | None = None
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        if self.config is not None and self.config_from is not None:
+            raise ValueError("config and configFrom exclude each other")
+        if self.config is None and self.config_from is None and self.geometry is None:
+            raise ValueError("one of config, configFrom and geometry is needed")
+        return self
+
+
+class Engine(Spec):
+    """Engine, version and attention backend: together they choose the page layout."""
+
+    name: Short
+    version: Short
+    backend: Short
+
+
+class EngineOverride(Spec):
+    """What one role may do differently."""
+
+    backend: Short
+
+
+class KVCache(Spec):
+    """How the cache is stored."""
+
+    dtype: Short = "bfloat16"
+    block_size: Annotated[int, Field(ge=1, le=65536)] = 16
+    layout: Literal["HND", "NHD"] | None = None
+
+
+class KVCacheOverride(Spec):
+    """What one role stores differently."""
+
+    dtype: Short | None = None
+    block_size: Annotated[int, Field(ge=1, le=65536)] | None = None
+    layout: Literal["HND", "NHD"] | None = None
+
+
+class ParallelismSpec(Spec):
+    """How a replica is cut. `pipelineLayers` gives each stage's layers; without it, vLLM's even split is used."""
+
+    tensor: Annotated[int, Field(ge=1, le=1024)] = 1
+    pipeline: Annotated[int, Field(ge=1, le=256)] = 1
+    decode_context: Annotated[int, Field(ge=1, le=256)] = 1
+    pipeline_layers: Annotated[list[Ranges], Field(max_length=256)] | None = None
+
+
+class Role(Spec):
+    """One side."""
+
+    replicas: Annotated[int, Field(ge=0, le=10000)] = 1
+    parallelism: ParallelismSpec = ParallelismSpec()
+    engine: EngineOverride | None = None
+    kv_cache: KVCacheOverride | None = None
+    template: dict[str, Any]
+
+    @model_validator(mode="after")
+    def _engine_container(self) -> Self:
+        containers = (self.template.get("spec") or {}).get("containers") or []
+        names = [container.get("name") for container in containers if isinstance(container, dict)]
+        if names.count(ENGINE_CONTAINER) != 1:
+            raise ValueError(
+                f"template.spec.containers needs exactly one container named {ENGINE_CONTAINER!r}, has {names}"
+            )
+        return self
+
+
+class Agent(Spec):
+    """The transfer agent. `placement` says where movers live: host memory in the agent, GPU memory in the engine."""
+
+    placement: Literal["Auto", "Sidecar", "InEngine"] = "Auto"
+    image: Short = "disagg-agent:0.1.0"
+
+
+class Transport(Spec):
+    """How bytes move."""
+
+    protocol: Literal["Auto", "TCP", "SharedMemory"] = "Auto"
+    lease_seconds: Annotated[int, Field(ge=1, le=3600)] = 30
+    deadline_seconds: Annotated[int, Field(ge=1, le=3600)] = 30
+
+
+class DeploymentSpec(Spec):
+    """What is declared."""
+
+    model: Model
+    engine: Engine
+    kv_cache: KVCache = KVCache()
+    prefill: Role
+    decode: Role
+    agent: Agent = Agent()
+    transport: Transport = Transport()
+
+    def role(self, name: str) -> Role:
+        """The side of that name."""
+        return self.prefill if name == "prefill" else self.decode
+
+    def kv_cache_of(self, name: str) -> KVCache:
+        """Cache settings of a role, overrides applied."""
+        override = self.role(name).kv_cache
+        changed = override.model_dump(exclude_none=True) if override else {}
+        return self.kv_cache.model_copy(update=changed)
+
+    def backend_of(self, name: str) -> str:
+        """Attention backend of a role, override applied."""
+        override = self.role(name).engine
+        return override.backend if override else self.engine.backend
+
+
+class Metadata(BaseModel):
+    """The part of object metadata that is read; the rest belongs to the API server."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    name: Annotated[str, Field(min_length=1, max_length=63, pattern=r"^[a-z0-9]([a-z0-9-]*[a-z0-9])?$")]
+    namespace: str = "default"
+    uid: str = ""
+    generation: int = 1
+
+
+class DisaggDeployment(BaseModel):
+    """The custom resource."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, alias_generator=to_camel, populate_by_name=True)
+
+    api_version: Literal["disagg.dev/v1alpha1"] = API_VERSION
+    kind: Literal["DisaggDeployment"] = KIND
+    metadata: Metadata
+    spec: DeploymentSpec
+    status: dict[str, Any] | None = None
+
+
+def parse_deployment(document: Any) -> DisaggDeployment:
+    """Read a custom resource.
+
+    Raises:
+        Refusal: `InvalidSpec` with the path of the first field that is wrong.
+    """
+    try:
+        return DisaggDeployment.model_validate(document)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False)[0]
+        path = ".".join(str(piece) for piece in first["loc"]) or "document"
+        count = error.error_count()
+        more = f"; {count - 1} more {'fields are' if count > 2 else 'field is'} wrong" if count > 1 else ""
+        message = first["msg"].removeprefix("Value error, ")
+        raise Refusal("InvalidSpec", path, f"{message}{more}", "See the field's description in docs/crd.md") from error
