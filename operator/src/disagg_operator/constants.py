@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 GROUP = "disagg.dev"
-VERSION = "v1alpha1"
-API_VERSION = f"{GROUP}/{VERSION}"
-KIND = "DisaggDeployment"
+API_VERSION: Final = "disagg.dev/v1alpha1"
+KIND: Final = "DisaggDeployment"
 
 LABEL_DEPLOYMENT = f"{GROUP}/deployment"
 LABEL_ROLE = f"{GROUP}/role"

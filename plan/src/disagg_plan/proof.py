@@ -9,7 +9,8 @@ offsets and lengths of a page) and checked, per destination rank and layer:
 3. completions name exactly the readers of each source rank, and one rank for each source that nobody reads.
 
 It also checks what the two sides themselves claim: units by the sharding rule, layers by stage, cells that do not
-overlap and stay inside their region; and that nothing in the document is unused or said twice.
+overlap, stay inside their region and are the same thing on every page, blocks of one size in a table; and that nothing
+in the document is unused or said twice.
 """
 
 from __future__ import annotations
@@ -74,12 +75,14 @@ class _Prover:
     plan: wire.Plan
     findings: list[str] = field(default_factory=list)
     _cells: dict[tuple[str, str, int], _Cells] = field(default_factory=dict)
-    _good_copies: dict[tuple[int, int, int, int], bool] = field(default_factory=dict)
 
     def run(self) -> Proof:
         self._check_groups()
         self._check_side(self.plan.source, "source")
         self._check_side(self.plan.destination, "destination")
+        self._stop_on_findings()
+        self._check_blocks()
+        self._check_cells()
         self._stop_on_findings()
         self._check_references()
         self._check_completions()
@@ -181,9 +184,11 @@ class _Prover:
             self._find(f"{at}: subTokens {group.sub_tokens} does not divide the block of {page.block_tokens} tokens")
         if [part.name for part in page.parts] != [part.name for part in group.parts]:
             self._fatal(f"{at}: its page has other parts than the group")
-        for region in page.regions:
+        for index, region in enumerate(page.regions):
             if region.stride < region.bytes:
                 self._find(f"{at}: stride {region.stride} is below the {region.bytes} bytes of a page")
+            if index not in {part.region for part in page.parts}:
+                self._find(f"{at}: no part lies in region {index}")
         tensor = side.parallelism.tensor
         for declared, placed in zip(group.parts, page.parts, strict=True):
             expected = _held_units(declared, tensor, rank % tensor)
@@ -199,6 +204,43 @@ class _Prover:
                 self._find(
                     f"{at}: part {placed.name} cannot be cut by token, and subTokens is {group.sub_tokens} of {page.block_tokens}"
                 )
+
+    def _sides(self) -> tuple[tuple[str, wire.Side], tuple[str, wire.Side]]:
+        return (("source", self.plan.source), ("destination", self.plan.destination))
+
+    def _check_blocks(self) -> None:
+        """One list of block ids serves a table on all ranks of a side, so its blocks hold equally many tokens."""
+        for table in self.plan.tables:
+            groups = [group for group in self.plan.groups if group.table == table]
+            sizes: list[int] = []
+            for where, side in self._sides():
+                pages = {rank.pages[group.name] for rank in side.ranks for group in groups if group.name in rank.pages}
+                found = sorted({side.pages[index].block_tokens or 1 for index in pages})
+                if len(found) > 1:
+                    several = " and ".join(str(size) for size in found)
+                    self._find(f"table {table}: the ranks of the {where} have blocks of {several} tokens")
+                sizes += found
+            for group in groups:
+                if len(sizes) == 2 and group.sub_tokens != math.gcd(*sizes):
+                    self._find(
+                        f"table {table}: subTokens {group.sub_tokens} of {group.name}, blocks of {sizes[0]} and {sizes[1]} "
+                        f"tokens have {math.gcd(*sizes)}"
+                    )
+
+    def _check_cells(self) -> None:
+        """A cell is the same thing on every page of both sides; only where it lies may differ."""
+        known: dict[tuple[str, str], tuple[str, str]] = {}
+        for where, side in self._sides():
+            for rank, held in enumerate(side.ranks):
+                for name, index in held.pages.items():
+                    for placed in side.pages[index].parts:
+                        here = (f"{where} rank {rank}", _cell(placed))
+                        first = known.setdefault((name, placed.name), here)
+                        if first[1] != here[1]:
+                            self._find(
+                                f"{here[0]} group {name}: cells of {placed.name} are {here[1]}, those of {first[0]} are "
+                                f"{first[1]}"
+                            )
 
     def _check_references(self) -> None:
         plan = self.plan
@@ -268,8 +310,8 @@ class _Prover:
         granule = self._granules[group.name]
         sub_tokens = group.sub_tokens or 1
         sizes = [region.bytes // granule for region in page.regions]
-        if max(sizes) > _MAX_GRANULES:
-            self._fatal(f"{at}: {max(sizes)} granules of {granule} bytes are too many to prove")
+        if sum(sizes) > _MAX_GRANULES:
+            self._fatal(f"{at}: {sum(sizes)} granules of {granule} bytes are too many to prove")
         identity = [np.full(size, -1, dtype=np.int64) for size in sizes]
         sub = [np.zeros(size, dtype=np.int64) for size in sizes]
         for number, placed in enumerate(page.parts):
@@ -408,7 +450,14 @@ class _Prover:
             ("source", src_page, src_region, src_cells, read, copy.src_sub),
             ("destination", dst_page, dst_region, dst_cells, write, copy.dst_sub),
         ):
-            for sub in range((page.block_tokens or 1) // sub_tokens):
+            subs = (page.block_tokens or 1) // sub_tokens
+            if step and subs == 1:
+                self._find(
+                    f"{at} copy {index} ({name}.{copy.part}): {'src' if role == 'source' else 'dst'}Sub {step}, and the page "
+                    "is one sub-block"
+                )
+                return None
+            for sub in range(subs):
                 granules = first + sub * step // granule
                 if int(granules.max()) >= len(cells.identity[region]):
                     self._find(
@@ -469,6 +518,11 @@ class _Prover:
         for name, (said, actual) in figures.items():
             if said != actual:
                 self._find(f"summary.{name} is {said}, the edges give {actual}")
+
+
+def _cell(placed: wire.PagePart) -> str:
+    rows = f"{placed.cell_repeat.count} x " if placed.cell_repeat and placed.cell_repeat.count > 1 else ""
+    return f"{rows}{placed.cell_bytes} bytes a {'token' if placed.token_stride else 'block'}"
 
 
 def _held_units(part: wire.GroupPart, tensor: int, rank: int) -> tuple[int, int] | None:

@@ -1,0 +1,234 @@
+"""`disagg`: plan, verify and run disaggregated deployments.
+
+Exit codes: 0 fine, 1 refused or wrong, 2 usage, 130 interrupted. Results go to standard output, everything else to standard error.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import sys
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import typer
+import yaml
+
+from disagg_operator.children import LOCAL, plan_config_map
+from disagg_operator.console import TerminalReporter, error, mapping_table, plain
+from disagg_operator.describe import figures, topology
+from disagg_operator.documents import UsageError, read_deployments
+from disagg_operator.local.drive import Account
+from disagg_operator.local.processes import LocalError
+from disagg_operator.local.up import UpOptions, up, with_placement
+from disagg_operator.quantities import parse_bytes
+from disagg_operator.reconcile import Snapshot, reconcile
+from disagg_plan import wire
+from disagg_plan.errors import PlanError, ProofError, Refusal
+from disagg_plan.proof import prove
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    help="Plan, verify and run disaggregated prefill/decode deployments.\n\n"
+    "Exit codes: 0 fine, 1 refused or wrong, 2 usage, 130 interrupted.",
+)
+
+
+class PlanOutput(StrEnum):
+    """What `disagg plan` prints."""
+
+    table = "table"
+    json = "json"
+    configmap = "configmap"
+
+
+class Output(StrEnum):
+    """What other commands print."""
+
+    table = "table"
+    json = "json"
+
+
+class Placement(StrEnum):
+    """Where movers live."""
+
+    sidecar = "Sidecar"
+    in_engine = "InEngine"
+
+
+class Protocol(StrEnum):
+    """How bytes move."""
+
+    auto = "Auto"
+    tcp = "TCP"
+    shared_memory = "SharedMemory"
+
+
+File = Annotated[Path, typer.Option("-f", "--file", help="Deployment file; several YAML documents are fine.")]
+Name = Annotated[str | None, typer.Option("--name", help="Which deployment of the file, if it holds several.")]
+
+
+@app.command()
+def plan(
+    file: File,
+    name: Name = None,
+    output: Annotated[PlanOutput, typer.Option("-o", "--output", help="Form of the output.")] = PlanOutput.table,
+) -> None:
+    """Compute and prove the transfer plan of a deployment, or say why there can be none.
+
+    `-o json` prints exactly the plan document, `-o configmap` the object that the operator publishes.
+    """
+    snapshot = _read(file, name)
+    desired = reconcile(snapshot, LOCAL)
+    if desired.plan is None:
+        _refused(desired.refusal)
+    if output is PlanOutput.json:
+        sys.stdout.write(wire.encode(desired.plan).decode() + "\n")
+    elif output is PlanOutput.configmap:
+        item = plan_config_map(snapshot.deployment, desired.plan)
+        sys.stdout.write(yaml.safe_dump(item, sort_keys=False, width=10**6))
+    else:
+        plain(topology(desired.plan))
+        mapping_table(desired.plan)
+        for line in figures(desired.plan):
+            plain(line)
+        plain("proof: every byte that decode needs is written exactly once, from a rank that holds it")
+
+
+@app.command()
+def verify(
+    file: Annotated[Path, typer.Argument(metavar="PLAN", help="Plan file (plan.json), or - for standard input.")],
+    output: Annotated[Output, typer.Option("-o", "--output", help="Form of the output.")] = Output.table,
+) -> None:
+    """Prove a plan file: form, digests, and that every byte moves right. Needs no deployment and trusts no planner."""
+    try:
+        text = sys.stdin.buffer.read() if str(file) == "-" else file.read_bytes()
+    except OSError as failure:
+        _usage(f"cannot read {file}: {failure.strerror}")
+    try:
+        document = wire.decode(text)
+        proof = prove(document)
+    except PlanError as failure:
+        findings = failure.findings if isinstance(failure, ProofError) else [failure.message]
+        if output is Output.json:
+            sys.stdout.write(json.dumps({"valid": False, "code": failure.code, "findings": findings}) + "\n")
+        else:
+            for finding in findings:
+                error(f"{failure.code}: {finding}")
+        raise typer.Exit(1) from failure
+    if output is Output.json:
+        result = {
+            "valid": True,
+            "digest": document.digest,
+            "edges": proof.edges,
+            "bytesWrittenPerToken": proof.bytes_per_token,
+        }
+        sys.stdout.write(json.dumps(result) + "\n")
+    else:
+        plain(f"{document.digest}")
+        plain(
+            f"proven: {topology(document)}; {proof.bytes_per_token} bytes per token, every one written exactly once, "
+            "from a rank that holds it"
+        )
+
+
+@app.command(name="up")
+def run(
+    file: File,
+    name: Name = None,
+    requests: Annotated[int, typer.Option(min=1, help="Requests to drive.")] = 64,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of the longest prompt.")] = 1024,
+    concurrency: Annotated[int, typer.Option(min=1, help="Requests at once.")] = 4,
+    max_memory: Annotated[
+        str,
+        typer.Option(
+            help="Memory of all KV pools together; the model is cut to the layers that fit, and that is said."
+        ),
+    ] = "2Gi",
+    layers: Annotated[int | None, typer.Option(min=1, help="Keep exactly this many layers of the model.")] = None,
+    placement: Annotated[
+        Placement | None, typer.Option(help="Where movers live; default: as the deployment says.")
+    ] = None,
+    protocol: Annotated[Protocol | None, typer.Option(help="How bytes move; default: as the deployment says.")] = None,
+    seed: Annotated[int, typer.Option(help="Same seed, same requests.")] = 0,
+    state: Annotated[Path | None, typer.Option(help="Where objects and logs go; default .disagg/NAME.")] = None,
+    keep: Annotated[bool, typer.Option("--keep", help="Stay up after the requests, until interrupted.")] = False,
+    output: Annotated[Output, typer.Option("-o", "--output", help="Form of the output.")] = Output.table,
+) -> None:
+    """Run a deployment on this machine: real agents, real NIXL, synthetic engines, every byte checked.
+
+    Plans and proves the deployment, starts its pods as processes, drives requests of mixed lengths from prefill to decode, and ends with an
+    account. Exit code 1 if one byte is wrong or one request failed.
+    """
+    try:
+        memory = parse_bytes(max_memory)
+    except ValueError as failure:
+        _usage(f"--max-memory: {failure}")
+    snapshot = with_placement(_read(file, name), placement, protocol)
+    options = UpOptions(
+        requests=requests,
+        longest=max_tokens,
+        concurrency=concurrency,
+        max_memory=memory,
+        layers=layers,
+        seed=seed,
+        state=(state or Path(".disagg") / snapshot.deployment.metadata.name).absolute(),
+        keep=keep,
+    )
+    reporter = TerminalReporter(to_stdout=output is Output.table)
+    try:
+        account = asyncio.run(_until_interrupted(snapshot, options, reporter))
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        error("interrupted")
+        raise typer.Exit(130) from None
+    except PlanError as failure:
+        _refused(failure)
+    except LocalError as failure:
+        error(str(failure))
+        raise typer.Exit(1) from failure
+    if output is Output.json:
+        sys.stdout.write(json.dumps(account.document()) + "\n")
+    else:
+        reporter.account(account)
+    raise typer.Exit(0 if account.good else 1)
+
+
+async def _until_interrupted(snapshot: Snapshot, options: UpOptions, reporter: TerminalReporter) -> Account:
+    task = asyncio.current_task()
+    if task is not None:
+        # SIGINT is asyncio's own; a terminated run takes the same way out, so that it leaves no process either.
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    return await up(snapshot, options, reporter)
+
+
+def _read(file: Path, name: str | None) -> Snapshot:
+    try:
+        return read_deployments(file).snapshot(name)
+    except UsageError as failure:
+        _usage(str(failure))
+    except Refusal as failure:
+        _refused(failure)
+
+
+def _usage(message: str) -> NoReturn:
+    error(message)
+    raise typer.Exit(2)
+
+
+def _refused(failure: PlanError | None) -> NoReturn:
+    if isinstance(failure, Refusal):
+        error(f"refused: {failure.code}")
+        error(f"  field   {failure.field}")
+        error(f"  reason  {failure.message}")
+        error(f"  remedy  {failure.remedy}")
+    elif failure is not None:
+        error(f"{failure.code}: {failure.message}")
+    raise typer.Exit(1)
+
+
+def main() -> None:
+    """Entry point."""
+    app()

@@ -1,0 +1,115 @@
+"""How much of a model fits: pure decisions about layers and pages, so that a run's memory is bounded and stated."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from disagg_operator.planning import deployment_geometry, geometry_spec
+from disagg_operator.reconcile import Snapshot
+from disagg_operator.types import DisaggDeployment
+from disagg_plan import wire
+from disagg_plan.dtypes import dtype_bytes
+from disagg_plan.errors import Refusal
+from disagg_plan.pairing import blocks_for
+from disagg_plan.ranges import format_ranges, parse_ranges
+
+_REQUESTS_AT_ONCE = 2
+"""Requests of the longest kind that each side must be able to hold."""
+
+_DECODE_SHARE = 0.55
+"""Pools of the two sides differ on purpose: nothing may depend on their being equal."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What a run allocates.
+
+    Attributes:
+        layers: layers kept, of `all_layers`.
+        pages: pages of every block table, by role.
+        bytes: memory of all ranks of all replicas, by role.
+    """
+
+    layers: int
+    all_layers: int
+    pages: dict[str, int]
+    bytes: dict[str, int]
+
+    def sentence(self, limit: int) -> str:
+        """What is stated before a run."""
+        cut = "all" if self.layers == self.all_layers else f"first {self.layers} of"
+        sides = ", ".join(
+            f"{role} {self.pages[role]} pages ({self.bytes[role] / 2**20:.0f} MiB)" for role in ("prefill", "decode")
+        )
+        return f"memory: {cut} {self.all_layers} layers within {limit / 2**20:.0f} MiB; {sides}"
+
+
+def keep_layers(snapshot: Snapshot, layers: int) -> Snapshot:
+    """The same deployment with the model cut to its first layers, as explicit geometry.
+
+    Stages that are listed explicitly are cut with it.
+    """
+    deployment = snapshot.deployment
+    spec = deployment.spec
+    whole = deployment_geometry(spec, snapshot.config_maps)
+    cut = whole.first_layers(layers)
+    element = dtype_bytes(spec.kv_cache_of("prefill").dtype)
+    changes: dict[str, Any] = {
+        "model": spec.model.model_copy(
+            update={"config": None, "config_from": None, "geometry": geometry_spec(cut, element)}
+        )
+    }
+    for name in ("prefill", "decode"):
+        role = spec.role(name)
+        listed = role.parallelism.pipeline_layers
+        if listed is not None:
+            kept = [sorted(set(parse_ranges(stage)) & set(cut.layers)) for stage in listed]
+            parallelism = role.parallelism.model_copy(
+                update={"pipeline_layers": [format_ranges(stage) for stage in kept if stage]}
+            )
+            changes[name] = role.model_copy(update={"parallelism": parallelism})
+    changed = deployment.model_copy(update={"spec": spec.model_copy(update=changes)})
+    return Snapshot(changed, snapshot.config_maps)
+
+
+def size(deployment: DisaggDeployment, plan: wire.Plan, all_layers: int, longest: int, limit: int) -> Sizes | None:
+    """Pages that fit, or None if the longest requests do not.
+
+    Args:
+        longest: tokens of the longest request.
+        limit: bytes for all pools together.
+    """
+    pages: dict[str, int] = {}
+    total: dict[str, int] = {}
+    for side in (plan.source, plan.destination):
+        replicas = max(1, deployment.spec.role(side.role).replicas)
+        share = limit * (_DECODE_SHARE if side.role == "decode" else 1 - _DECODE_SHARE) / replicas
+        per_page = page_bytes(side)
+        block = max(page.block_tokens or 1 for page in side.pages)
+        pages[side.role] = int(share // per_page)
+        total[side.role] = pages[side.role] * per_page * replicas
+        if pages[side.role] < _REQUESTS_AT_ONCE * blocks_for(longest, block):
+            return None
+    layers = len({layer for group in plan.groups for layer in parse_ranges(group.layers)})
+    return Sizes(layers, all_layers, pages, total)
+
+
+def page_bytes(side: wire.Side) -> int:
+    """Bytes of one page id over all ranks and layers of a replica."""
+    return sum(
+        region.stride * len(parse_ranges(rank.layers[group]))
+        for rank in side.ranks
+        for group, index in rank.pages.items()
+        for region in side.pages[index].regions
+    )
+
+
+def too_large(longest: int, limit: int) -> Refusal:
+    """Why not even the smallest cut of the model fits."""
+    return Refusal(
+        "NotEnoughMemory",
+        "--max-memory",
+        f"{_REQUESTS_AT_ONCE} requests of {longest} tokens do not fit into {limit / 2**20:.0f} MiB, even with the fewest layers",
+        "Give more memory or shorter requests (--max-tokens)",
+    )
