@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -72,18 +73,19 @@ class Engine:
             positions: shape `(blocks * block size,)`: the token that stands there, or one of the markers.
         """
         block = self.replica.block_tokens
+        blocks = len(positions) // block
         cells = [cell_numbers(group, part, layer, self.units(part, tensor_rank), positions) for part in group.parts]
         if self.replica.profile.arrangement == "opaque":
             # All tokens of the first part, then all of the next, as one run for each unit.
-            runs = [cell.reshape(cell.shape[0], -1, block * cell.shape[2]) for cell in cells]
+            runs = [cell.reshape(len(cell), blocks, block * cell.shape[2]) for cell in cells]
             pages = np.concatenate(runs, axis=2).transpose(1, 0, 2)
-            return [pages.reshape(len(pages), -1)]
+            return [pages.reshape(blocks, pages.shape[1] * pages.shape[2])]
         if self.replica.profile.arrangement == "joint":
             cells = [np.concatenate(cells, axis=2)]
         # (unit, block, token, byte) to (block, unit, token, byte) or (block, token, unit, byte).
         axes = (1, 0, 2, 3) if self.replica.layout == "HND" else (1, 2, 0, 3)
-        tensors = [cell.reshape(cell.shape[0], -1, block, cell.shape[2]).transpose(axes) for cell in cells]
-        return [tensor.reshape(len(tensor), -1) for tensor in tensors]
+        tensors = [cell.reshape(len(cell), blocks, block, cell.shape[2]).transpose(axes) for cell in cells]
+        return [tensor.reshape(blocks, prod(tensor.shape[1:])) for tensor in tensors]
 
 
 def cell_numbers(group: Group, part: Part, layer: int, units: list[int], positions: np.ndarray) -> np.ndarray:
@@ -352,7 +354,13 @@ def _deployments(
 ) -> Any:
     pair = draw(
         st.sampled_from(
-            [("JOINT", "JOINT"), ("SEPARATE", "SEPARATE"), ("JOINT", "SEPARATE"), ("SEPARATE", "JOINT"), ("OPAQUE",) * 2]
+            [
+                ("JOINT", "JOINT"),
+                ("SEPARATE", "SEPARATE"),
+                ("JOINT", "SEPARATE"),
+                ("SEPARATE", "JOINT"),
+                ("OPAQUE",) * 2,
+            ]
         )
     )
     geometry = draw(_geometries(pair != ("SEPARATE", "SEPARATE"), largest_layer, most_layers, most_groups))

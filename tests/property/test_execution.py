@@ -24,12 +24,14 @@ def name_of(value):
     return None
 
 
-def check(execution, deployment, start_blocks, tokens):
+def check(execution, deployment, *requests):
+    """Prove and carry out a deployment's plan for requests, each (blocks of prefix hit, tokens behind it)."""
     plan = deployment.plan()
     prove(plan)
-    executed = execution(wire.document(plan), deployment, start_blocks, tokens)
-    executed.by_copies()
-    executed.by_runs()
+    for start_blocks, tokens in requests:
+        executed = execution(wire.document(plan), deployment, start_blocks, tokens)
+        executed.by_copies()
+        executed.by_runs()
 
 
 @pytest.mark.parametrize("layouts", LAYOUTS, ids=name_of)
@@ -53,31 +55,28 @@ def check(execution, deployment, start_blocks, tokens):
 )
 def test_heads(build, execution, units, prefill, decode, layouts):
     deployment = build.deployment(build.heads(units, layers=4, cell=3), prefill, decode, *layouts, block=4)
-    check(execution, deployment, 0, 10)
-    check(execution, deployment, 2, 5)
+    check(execution, deployment, (0, 10), (2, 5))
 
 
 @pytest.mark.parametrize("layouts", LAYOUTS, ids=name_of)
 @pytest.mark.parametrize(("prefill", "decode"), [(1, 4), (4, 1), (2, 3), (3, 2), (16, 4), ((2, 2), (3, 3))])
 def test_latent(build, execution, prefill, decode, layouts):
-    check(execution, build.deployment(build.latent(layers=5, cell=6), prefill, decode, *layouts, block=4), 1, 6)
+    check(execution, build.deployment(build.latent(layers=5, cell=6), prefill, decode, *layouts, block=4), (1, 6))
 
 
-@pytest.mark.parametrize("layouts", LAYOUTS[:-1], ids=name_of)
+@pytest.mark.parametrize("layouts", LAYOUTS[:-1:3], ids=name_of)
 @pytest.mark.parametrize("blocks", list(itertools.product([8, 16, 32, 48], repeat=2)), ids=str)
 def test_blocks(build, execution, layouts, blocks):
     """Whole blocks, a ragged tail, a prefix hit, both, one token, and nothing."""
     source, destination = ({**options, "block": block} for options, block in zip(layouts, blocks, strict=True))
     deployment = build.deployment(build.heads(2, layers=1, cell=2), 1, 2, source, destination)
-    for start_blocks, tokens in ((0, 96), (0, 41), (1, 48), (2, 23), (1, 1), (1, 0)):
-        check(execution, deployment, start_blocks, tokens)
+    check(execution, deployment, (0, 96), (0, 41), (1, 48), (2, 23), (1, 1), (1, 0))
 
 
 @pytest.mark.parametrize("block", [8, 16, 32, 48])
 def test_opaque_blocks(build, execution, block):
     deployment = build.deployment(build.heads(6, layers=2, cell=2), 3, 2, OPAQUE, OPAQUE, block=block)
-    for start_blocks, tokens in ((0, 96), (0, 41), (1, 23), (1, 0)):
-        check(execution, deployment, start_blocks, tokens)
+    check(execution, deployment, (0, 96), (0, 41), (1, 23), (1, 0))
 
 
 @pytest.mark.parametrize(
@@ -90,17 +89,9 @@ def test_opaque_blocks(build, execution, block):
     ],
 )
 def test_unequal_pipelines(build, execution, prefill, decode):
-    for geometry in (build.heads(4, layers=7, cell=3), build.latent(layers=7, cell=5)):
-        deployment = build.deployment(geometry, 2, 3 if geometry.groups[0].name == "mla" else 4, {}, {}, block=4)
-        made = build.deployment(
-            geometry,
-            2,
-            deployment.decode.parallelism.tensor,
-            {"stages": prefill},
-            {"stages": decode, "layout": "NHD"},
-            block=4,
-        )
-        check(execution, made, 1, 7)
+    for geometry, tensor in ((build.heads(4, layers=7, cell=3), 4), (build.latent(layers=7, cell=5), 3)):
+        sides = {"stages": prefill}, {"stages": decode, "layout": "NHD"}
+        check(execution, build.deployment(geometry, 2, tensor, *sides, block=4), (1, 7))
 
 
 def test_groups_that_share_a_table(build, execution):
@@ -112,7 +103,9 @@ def test_groups_that_share_a_table(build, execution):
         )
     )
     for backend in ("JOINT", "SEPARATE"):
-        check(execution, build.deployment(geometry, (2, 2), (4, 1), {"block": 8}, {"block": 12}, backend=backend), 1, 21)
+        check(
+            execution, build.deployment(geometry, (2, 2), (4, 1), {"block": 8}, {"block": 12}, backend=backend), (1, 21)
+        )
 
 
 def test_parts_that_are_cut_unlike(build, execution):
@@ -120,7 +113,7 @@ def test_parts_that_are_cut_unlike(build, execution):
     parts = (Part("k", 6, "split", 2), Part("index", 1, "replicated", 3), Part("v", 2, "split", 4))
     geometry = Geometry((Group("mixed", (0, 1, 3), parts, "mixed"),))
     for prefill, decode in ((2, 6), (6, 2), (1, 2), (2, 1)):
-        check(execution, build.deployment(geometry, prefill, decode, backend="SEPARATE", block=4), 0, 9)
+        check(execution, build.deployment(geometry, prefill, decode, backend="SEPARATE", block=4), (0, 9))
 
 
 def test_padding_is_never_touched(build, execution):
@@ -143,10 +136,9 @@ def test_padding_is_never_touched(build, execution):
     ("path", "value"),
     [
         (("shapes", 0, 0, "src"), 4),
-        (("shapes", 0, 0, "dst"), 0),
+        (("shapes", 0, 0, "dst"), 6),
         (("shapes", 0, 0, "bytes"), 2),
         (("shapes", 0, 0, "layers"), "0-2"),
-        (("shapes", 0, 0, "part"), "k"),
         (("shapes", 0, 0, "srcSub"), 6),
         (("shapes", 0, 0, "dstSub"), 23),
         (("shapes", 0, 0, "repeat", 0, "count"), 1),

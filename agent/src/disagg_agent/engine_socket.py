@@ -13,6 +13,7 @@ import logging
 import os
 import socket
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -162,6 +163,8 @@ class EngineSocket:
         self._events = events
         self._codec: Codec[ToAgent] = Codec(ToAgent)
         self._tasks: set[asyncio.Task[None]] = set()
+        # An engine may connect all its ranks before it registers the first: each needs a thread that waits for it.
+        self._handshakes = ThreadPoolExecutor(len(loaded.side(role).ranks) + 8, "engine-handshake")
         self.sessions: dict[int, RankSession] = {}
 
     async def serve(self) -> None:
@@ -184,10 +187,11 @@ class EngineSocket:
                 for task in list(self._tasks):
                     task.cancel()
                 await asyncio.gather(*self._tasks, return_exceptions=True)
+                self._handshakes.shutdown(wait=False)
 
     async def _connection(self, sock: socket.socket) -> None:
         try:
-            handshake = await asyncio.to_thread(self._begin, sock)
+            handshake = await self._loop.run_in_executor(self._handshakes, self._begin, sock)
         except asyncio.CancelledError:
             # The worker thread sits in a blocking receive; without this the agent could not exit before its timeout.
             with contextlib.suppress(OSError):

@@ -9,6 +9,7 @@ Measured traps that this module absorbs (NIXL 1.5.1):
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
@@ -35,6 +36,7 @@ class NixlPort:
         # Imported here: the plan room, tests and tools use this package without NIXL installed.
         from nixl._api import nixl_agent, nixl_agent_config
 
+        _quieten()
         self.name = name
         self._memory = memory
         with _named("NixlUnavailable"):
@@ -106,6 +108,14 @@ class NixlPort:
         """Serve remote transfers that target our memory; does nothing useful unless called often."""
         with _named("ProgressFailed"):
             self._agent.get_new_notifs()
+
+
+def _quieten() -> None:
+    """Bring NIXL's own logger under ours: it prints to standard output, which belongs to the program that imports us."""
+    logger = logging.getLogger("nixl")
+    logger.handlers.clear()
+    logger.propagate = True
+    logger.setLevel(logging.WARNING)
 
 
 @contextmanager

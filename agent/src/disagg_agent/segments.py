@@ -24,7 +24,7 @@ class Segment:
     """
 
     def __init__(self, fd: int, size: int) -> None:
-        self._map = mmap.mmap(fd, size, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+        self._map = mmap.mmap(fd, size, mmap.MAP_SHARED | mmap.MAP_POPULATE, mmap.PROT_READ | mmap.PROT_WRITE)
         self.bytes: Bytes = np.frombuffer(self._map, dtype=np.uint8)
         self.address = int(self.bytes.ctypes.data)
         self.size = size

@@ -147,7 +147,7 @@ def run(
         typer.Option(
             help="Memory of all KV pools together; the model is cut to the layers that fit, and that is said."
         ),
-    ] = "2Gi",
+    ] = "1Gi",
     layers: Annotated[int | None, typer.Option(min=1, help="Keep exactly this many layers of the model.")] = None,
     placement: Annotated[
         Placement | None, typer.Option(help="Where movers live; default: as the deployment says.")

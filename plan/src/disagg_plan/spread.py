@@ -60,7 +60,8 @@ def spread(demands: Iterable[Demand], sources: int) -> tuple[Assignment, ...]:
         Assignments sorted by source and destination; one demand may appear with several sources, with
         disjoint layers.
     """
-    ordered = sorted(demands, key=lambda d: (d.group, d.parts, d.units, d.layers, d.destination))
+    # By destination first, so that what one rank needs of several groups comes from few sources.
+    ordered = sorted(demands, key=lambda d: (d.destination, d.group, d.parts, d.units, d.layers))
     bound = load_bound(ordered, sources)
     loads = dict.fromkeys(range(sources), 0)
     result: list[Assignment] = []
@@ -121,10 +122,11 @@ def _added(chosen: Iterable[Assignment], candidates: tuple[int, ...], loads: dic
 
 
 def _in_blocks(demands: Sequence[Demand], candidates: tuple[int, ...]) -> list[Assignment]:
-    # Neighbouring destinations read from neighbouring sources: what a person expects to see, and what
+    # Each destination reads all from one source, neighbours from neighbours: what a person expects to see, and what
     # vLLM's mapping does (`floor(r * p / t)`).
-    count = len(demands)
-    return [Assignment(candidates[index * len(candidates) // count], demand) for index, demand in enumerate(demands)]
+    readers = sorted({demand.destination for demand in demands})
+    source = {reader: candidates[index * len(candidates) // len(readers)] for index, reader in enumerate(readers)}
+    return [Assignment(source[demand.destination], demand) for demand in demands]
 
 
 def _least_loaded(demands: Sequence[Demand], candidates: tuple[int, ...], loads: dict[int, int]) -> list[Assignment]:
@@ -146,7 +148,7 @@ def _cut_by_layers(
         left = list(demand.layers)
         for source in candidates:
             take = min(len(left), room[source] // demand.layer_bytes)
-            if take:
+            if take > 0:
                 pieces.setdefault((index, source), []).extend(left[:take])
                 room[source] -= take * demand.layer_bytes
                 left = left[take:]

@@ -39,7 +39,7 @@ def summarise(plan: wire.Plan) -> tuple[wire.Summary, list[wire.Warning_]]:
         mean_source_bytes=sum(sent.values()) // len(sent),
         max_destination_bytes=max(received.values()),
     )
-    return summary, _warnings(summary, shortest)
+    return summary, _warnings(plan, summary, shortest)
 
 
 def source_bound(summary: wire.Summary) -> int:
@@ -63,7 +63,7 @@ def _group_bytes(plan: wire.Plan, group: wire.Group) -> int:
     return layers * sum(part.units * cells.get(part.name, 0) for part in group.parts)
 
 
-def _warnings(summary: wire.Summary, shortest: tuple[int, wire.Edge] | None) -> list[wire.Warning_]:
+def _warnings(plan: wire.Plan, summary: wire.Summary, shortest: tuple[int, wire.Edge] | None) -> list[wire.Warning_]:
     warnings = []
     if shortest is not None and shortest[0] < SHORT_RUN_BYTES:
         length, edge = shortest
@@ -71,8 +71,7 @@ def _warnings(summary: wire.Summary, shortest: tuple[int, wire.Edge] | None) -> 
             wire.Warning_(
                 code="ShortRuns",
                 message=f"p{edge.source} -> d{edge.destination} moves in runs of {length} bytes, below "
-                f"{SHORT_RUN_BYTES}: {summary.copies_per_block} copies per block. Use the same block size and the HND "
-                "layout on both sides for long runs",
+                f"{SHORT_RUN_BYTES}: {summary.copies_per_block} copies per block. {_longer_runs(plan)}",
             )
         )
     bound = source_bound(summary)
@@ -85,3 +84,14 @@ def _warnings(summary: wire.Summary, shortest: tuple[int, wire.Edge] | None) -> 
             )
         )
     return warnings
+
+
+def _longer_runs(plan: wire.Plan) -> str:
+    """What would lengthen the runs of this plan."""
+    blocks = [max(page.block_tokens or 1 for page in side.pages) for side in (plan.source, plan.destination)]
+    if blocks[0] != blocks[1]:
+        return f"Block sizes differ ({blocks[0]} and {blocks[1]}): the same size on both sides makes them longer"
+    for side in (plan.source, plan.destination):
+        if any(part.token_stride > part.unit_stride > 0 for page in side.pages for part in page.parts):
+            return f"The {side.role} side has tokens outside heads: the HND layout on both sides makes them longer"
+    return "Larger blocks make them longer"

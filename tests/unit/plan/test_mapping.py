@@ -23,10 +23,7 @@ def edges_of(plan):
     """(from, to, units, layers) of every edge, for plans whose parts all move alike."""
     found = []
     for edge in plan.edges:
-        moved = {
-            (units_of(plan, edge, copy), copy.layers)
-            for copy in plan.shapes[edge.shape]
-        }
+        moved = {(units_of(plan, edge, copy), copy.layers) for copy in plan.shapes[edge.shape]}
         found += [(edge.source, edge.destination, list(units), layers) for units, layers in sorted(moved)]
     return found
 
@@ -185,9 +182,9 @@ def test_a_latent_is_read_where_vllm_reads_it(build):
         for decode in range(1, 17):
             if max(prefill, decode) % min(prefill, decode) == 0:
                 plan = build.deployment(build.latent(layers=2), prefill, decode).plan()
-                assert [(edge.destination, edge.source) for edge in sorted(plan.edges, key=lambda e: e.destination)] == [
-                    (rank, rank * prefill // decode) for rank in range(decode)
-                ]
+                assert [
+                    (edge.destination, edge.source) for edge in sorted(plan.edges, key=lambda e: e.destination)
+                ] == [(rank, rank * prefill // decode) for rank in range(decode)]
 
 
 def side(role, geometry, tensor):

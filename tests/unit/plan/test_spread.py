@@ -16,7 +16,7 @@ def table(assignments):
 
 
 def loads(assignments, sources):
-    found = Counter({source: 0 for source in range(sources)})
+    found = Counter(dict.fromkeys(range(sources), 0))
     for assignment in assignments:
         found[assignment.source] += assignment.demand.bytes
     return [found[source] for source in range(sources)]
@@ -48,6 +48,16 @@ def test_whole_demands_go_to_neighbours(sources, destinations, chosen):
     assert table(spread(demands, sources)) == [(chosen[d], d, layers) for d in range(destinations)]
 
 
+def test_groups_of_one_destination_come_from_one_source():
+    demands = [latent(d, range(4), range(2), group=group) for group in ("index", "mla") for d in range(2)]
+    assert [(a.source, a.demand.destination, a.demand.group) for a in spread(demands, 2)] == [
+        (0, 0, "index"),
+        (0, 0, "mla"),
+        (1, 1, "index"),
+        (1, 1, "mla"),
+    ]
+
+
 def test_three_destinations_of_two_sources_are_cut_between_layers():
     demands = [latent(d, range(4), range(2)) for d in range(3)]
     assignments = spread(demands, 2)
@@ -72,6 +82,12 @@ def test_layers_left_over_by_rounding_go_where_room_is():
     demands = [latent(d, range(5), range(3)) for d in range(4)]
     assignments = spread(demands, 3)
     assert sorted(loads(assignments, 3)) == [60, 70, 70]
+
+
+def test_a_source_that_took_a_layer_too_many_takes_no_more():
+    """14 layers over 3 sources: 5 at most. What rounding leaves of one reader must not make room for the next."""
+    demands = [latent(d, range(size), range(3)) for d, size in enumerate([1, 3, 3, 3, 3, 1])]
+    assert sorted(loads(spread(demands, 3), 3)) == [40, 50, 50]
 
 
 def test_a_wide_choice_fills_what_a_narrow_one_left():

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from disagg_plan.summary import SHORT_RUN_BYTES, edge_bytes_per_token, source_bound, summarise
+from disagg_plan.summary import SHORT_RUN_BYTES, source_bound, summarise
 
 
 def figures(plan):
@@ -40,7 +40,6 @@ def test_figures(build, units, prefill, decode, expected):
 def test_figures_of_a_latent_in_two_and_three(build):
     plan = build.deployment(build.latent(), 2, 3).plan()
     assert figures(plan) == (32, 12, 48, 48, 32)
-    assert [edge_bytes_per_token(plan, edge) for edge in plan.edges] == [32, 16, 16, 32]
     assert source_bound(plan.summary) == 48
 
 
@@ -96,9 +95,7 @@ def test_imbalance(build):
     assert (plan.summary.max_source_bytes, source_bound(plan.summary)) == (24576, 16384)
     (warning,) = plan.warnings
     assert warning.code == "Imbalance"
-    assert warning.message == (
-        "the busiest prefill rank sends 24576 bytes per token, 1.50 times the bound of 16384"
-    )
+    assert warning.message == ("the busiest prefill rank sends 24576 bytes per token, 1.50 times the bound of 16384")
 
 
 def test_balanced_plans_do_not_warn(build):

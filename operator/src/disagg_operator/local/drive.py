@@ -68,12 +68,32 @@ class Outcome:
     tokens: int
     cached: int
     error: str = ""
-    seconds: float = 0.0
+    started: float = 0.0
     finished: float = 0.0
     moved_bytes: int = 0
     verified_bytes: int = 0
     wrong_bytes: int = 0
     transfer_seconds: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """From the first byte sent to the answer or failure."""
+        return self.finished - self.started
+
+    def document(self) -> dict[str, Any]:
+        """A line of `requests.jsonl`; times are those of the monotonic clock."""
+        return {
+            "request": self.request,
+            "tokens": self.tokens,
+            "cachedTokens": self.cached,
+            "error": self.error,
+            "started": self.started,
+            "finished": self.finished,
+            "movedBytes": self.moved_bytes,
+            "verifiedBytes": self.verified_bytes,
+            "wrongBytes": self.wrong_bytes,
+            "transferSeconds": self.transfer_seconds,
+        }
 
 
 @dataclass
@@ -193,13 +213,12 @@ class Driver:
 
     async def _one(self, number: int, tokens: int, cached: int) -> Outcome:
         outcome = Outcome(f"request-{number}", tokens, cached)
-        started = time.monotonic()
+        outcome.started = time.monotonic()
         try:
             await self._serve(number, outcome)
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             outcome.error = f"EngineUnreachable: {error or 'timed out'}"
         outcome.finished = time.monotonic()
-        outcome.seconds = outcome.finished - started
         return outcome
 
     async def _serve(self, number: int, outcome: Outcome) -> None:

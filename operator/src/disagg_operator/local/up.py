@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import shutil
 import tempfile
 import time
@@ -122,15 +123,15 @@ async def _pods(
     cluster: LocalCluster, desired: Desired, sizes: Sizes, options: UpOptions, reporter: Reporter
 ) -> AsyncIterator[list[Pod]]:
     started = time.monotonic()
-    pods: list[Pod] = []
+    deployments: list[tuple[Pod, Object]] = []
     for item in desired.objects:
         path = cluster.apply_object(item)
         if item["kind"] == "ConfigMap":
             reporter.line(f"plan ConfigMap written to {path}")
         else:
-            made = cluster.create_pods(item)
-            pods += made
-            await asyncio.gather(*(_start_pod(cluster, pod, item, sizes, options) for pod in made))
+            deployments += [(pod, item) for pod in cluster.create_pods(item)]
+    pods = [pod for pod, _ in deployments]
+    await asyncio.gather(*(_start_pod(cluster, pod, item, sizes, options) for pod, item in deployments))
     await asyncio.gather(*(_wait_ready(pod) for pod in pods))
     await _introduce(pods)
     await asyncio.gather(*(_wait_paired(pod, pods) for pod in pods if pod.role == "decode"))
@@ -143,7 +144,8 @@ async def _start_pod(cluster: LocalCluster, pod: Pod, deployment: Object, sizes:
     template = deployment["spec"]["template"]["spec"]
     agent = next(item for item in template["initContainers"] if item["name"] == AGENT_CONTAINER)
     engine = next(item for item in template["containers"] if item["name"] == ENGINE_CONTAINER)
-    container = await cluster.start(pod, agent, {"DISAGG_LOG_LEVEL": "warning"})
+    level = {"DISAGG_LOG_LEVEL": os.environ.get("DISAGG_LOG_LEVEL", "warning")}
+    container = await cluster.start(pod, agent, level)
     await _until(lambda: _answers(_agent_socket(pod), "/healthz"), container, f"agent of {pod.name} did not start")
     # A real engine is an image that is not here: its pages, in the layout that it declares, are what counts.
     synthetic = {
@@ -151,7 +153,7 @@ async def _start_pod(cluster: LocalCluster, pod: Pod, deployment: Object, sizes:
         "command": [SYNTHETIC_ENGINE, "--seed", str(options.seed + len(pod.name))],
     }
     pages = {"DISAGG_ENGINE_PAGES": str(sizes.pages[deployment["metadata"]["labels"][LABEL_ROLE]])}
-    await cluster.start(pod, synthetic, {"DISAGG_LOG_LEVEL": "warning", **pages})
+    await cluster.start(pod, synthetic, {**level, **pages})
 
 
 async def _wait_ready(pod: Pod) -> None:
@@ -210,9 +212,14 @@ async def _drive(pods: list[Pod], plan: wire.Plan, options: UpOptions, reporter:
             Workload(options.requests, options.longest, block, options.seed), options.concurrency
         )
         reporter.end()
+        lines = [json.dumps(outcome.document()) for outcome in account.outcomes]
+        (options.state / "requests.jsonl").write_text("\n".join(lines) + "\n")
         if not driver.dead:
             for endpoint in endpoints["prefill"] + endpoints["decode"]:
-                account.stray_bytes += (await driver.stats(endpoint))["strayBytes"]
+                try:
+                    account.stray_bytes += (await driver.stats(endpoint))["strayBytes"]
+                except (aiohttp.ClientError, OSError, TimeoutError) as error:
+                    raise LocalError(f"engine {endpoint.name} cannot be asked for stray bytes: {error}") from error
         return account
     finally:
         reporter.end()

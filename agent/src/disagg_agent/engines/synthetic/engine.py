@@ -102,14 +102,16 @@ class SyntheticEngine:
         connections = [first]
         for _ in range(1, len(self.side.ranks)):
             connections.append(await asyncio.to_thread(EngineRank, self.config.socket))
-        for number, connection in enumerate(connections):
-            pool = await asyncio.to_thread(RankPool, self.side, number, self.config.pages, self._tables)
-            await asyncio.to_thread(self._register, connection, number, pool)
-            self.ranks.append(connection)
-            self.pools.append(pool)
+        self.ranks = connections
+        self.pools = list(
+            await asyncio.gather(
+                *(asyncio.to_thread(self._register, connection, rank) for rank, connection in enumerate(connections))
+            )
+        )
         log.info("registered", extra={"ranks": len(self.ranks), "pages": self.config.pages})
 
-    def _register(self, connection: EngineRank, number: int, pool: RankPool) -> None:
+    def _register(self, connection: EngineRank, number: int) -> RankPool:
+        pool = RankPool(self.side, number, self.config.pages, self._tables)
         connection.register(
             number,
             self.config.factors,
@@ -120,6 +122,7 @@ class SyntheticEngine:
             self._threadsafe(lambda message: self._on_message(number, message)),
             self._threadsafe(self._on_lost),
         )
+        return pool
 
     def close(self) -> None:
         """Leave the agent."""
