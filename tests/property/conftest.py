@@ -246,8 +246,8 @@ class Execution:
             if len(wrong):
                 rank, group, layer, region = key
                 raise Astray(
-                    f"decode rank {rank} group {group} layer {layer} region {region}: {len(wrong)} bytes are wrong, the "
-                    f"first at {wrong[0]}: {found[key][wrong[0]]} instead of {expected[wrong[0]]}"
+                    f"decode rank {rank} group {group} layer {layer} region {region}: {len(wrong)} bytes are wrong, "
+                    f"the first at {wrong[0]}: {found[key][wrong[0]]} instead of {expected[wrong[0]]}"
                 )
 
     def is_right(self) -> bool:

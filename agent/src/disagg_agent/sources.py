@@ -58,7 +58,13 @@ class Link:
 
 @dataclass
 class Source:
-    """One prefill agent."""
+    """One prefill agent.
+
+    Attributes:
+        heard: whether the agent has said on this connection which ranks it has.
+        broken: why the connection is being given up, if it is.
+        waiting: questions for a peer that is not ready yet.
+    """
 
     address: Address
     replica: str
@@ -69,6 +75,7 @@ class Source:
     incarnation: str = ""
     channel: Channel | None = None
     cards: dict[int, RankCard] = field(default_factory=dict)
+    heard: bool = False
     links: dict[tuple[int, int], Link] = field(default_factory=dict)
     broken: tuple[str, str] | None = None
     waiting: list[Open] = field(default_factory=list)
@@ -141,6 +148,9 @@ class Sources:
         peer = candidates[0]
         if peer.state == "refused":
             self._refuse(ref.replica, message, peer.code, peer.message)
+        elif all(candidate.heard for candidate in candidates):
+            text = f"prefill rank {message.source} of {ref.replica} has no engine registered"
+            self._refuse(ref.replica, message, "EngineGone", text)
         else:
             peer.waiting.append(message)
             peer.wake.set()
@@ -254,7 +264,7 @@ class Sources:
             self._drop_link(peer, key)
         if changed:
             self._events.gone(peer.replica, "EngineGone", f"prefill ranks {changed} of {peer.replica} have gone")
-        peer.cards = cards
+        peer.cards, peer.heard = cards, True
         self._connect_missing(peer)
 
     def _connect_missing(self, peer: Source) -> None:
@@ -304,6 +314,7 @@ class Sources:
         for key in list(peer.links):
             self._drop_link(peer, key)
         peer.cards.clear()
+        peer.heard = False
         self._events.gone(peer.replica, code, text)
         self._fail_waiting(peer, code, text)
 

@@ -112,6 +112,7 @@ class TerminalReporter:
         ]
         for code, count in sorted(document["failureReasons"].items()):
             rows.append(("failed", f"{count} x {code}"))
+        rows += [("problem", problem) for problem in account.problems]
         width = max(len(name) for name, _ in rows)
         for name, value in rows:
             self.line(f"{name.ljust(width)}  {value}")

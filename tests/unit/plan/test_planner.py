@@ -38,7 +38,8 @@ def test_indivisible_units(build, units, prefill, decode, role, tensor, sizes):
     refusal = refusal_of(build.deployment(geometry, prefill, decode))
     assert (refusal.code, refusal.field) == ("IndivisibleUnits", f"{role}.parallelism.tensor")
     assert refusal.message == (
-        f"{units} units of part 'k' cannot be placed on {tensor} tensor-parallel ranks: neither number divides the other"
+        f"{units} units of part 'k' cannot be placed on {tensor} tensor-parallel ranks: "
+        "neither number divides the other"
     )
     assert numbers(refusal.remedy) == sizes
     for size in sizes:

@@ -203,7 +203,7 @@ PART = (*PAGE, "parts", 0)
         (
             (*PART, "cellBytes"),
             16,
-            "source rank 1 group attention: cells of k are 8 bytes a token, those of source rank 0 are 16 bytes a token",
+            "source rank 1 group attention: cells of k are 8 bytes a token, those of source rank 0 are 16 bytes a",
         ),
         (
             (*PART, "cellBytes"),
@@ -213,7 +213,7 @@ PART = (*PAGE, "parts", 0)
         (
             (*PART, "cellRepeat"),
             {"count": 2, "stride": 4},
-            "source rank 1 group attention: cells of k are 8 bytes a token, those of source rank 0 are 2 x 8 bytes a token",
+            "source rank 1 group attention: cells of k are 8 bytes a token, those of source rank 0 are 2 x 8 bytes a",
         ),
         (("edges", 0, "from"), 2, "edge p2 -> d0: no such rank"),
         (("edges", 0, "to"), 4, "edge p0 -> d4: no such rank"),
@@ -420,7 +420,8 @@ def test_a_run_whose_inside_is_the_kernels(build, reseal):
     document = wire.document(build.deployment(build.latent(), 1, 1).plan())
     document["destination"]["pages"][0]["parts"][0].update(cellBytes=128, tokenStride=0)
     assert findings(document, reseal) == [
-        "destination rank 0 group mla: cells of latent are 128 bytes a block, those of source rank 0 are 8 bytes a token"
+        "destination rank 0 group mla: cells of latent are 128 bytes a block, "
+        "those of source rank 0 are 8 bytes a token"
     ]
 
 

@@ -98,9 +98,15 @@ class Outcome:
 
 @dataclass
 class Account:
-    """All requests of a run."""
+    """All requests of a run.
+
+    Attributes:
+        problems: what went wrong besides requests: pods that died, engines that could not be asked.
+        stray_bytes: bytes found written outside any request's pages.
+    """
 
     outcomes: list[Outcome] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
     stray_bytes: int = 0
     seconds: float = 0.0
 
@@ -116,8 +122,8 @@ class Account:
 
     @property
     def good(self) -> bool:
-        """Everything was served and every byte was right."""
-        return not self.failed and not self.wrong_bytes
+        """Everything was served, every byte was right, and no pod died."""
+        return not self.failed and not self.wrong_bytes and not self.problems
 
     def document(self) -> dict[str, Any]:
         """What `-o json` prints."""
@@ -130,6 +136,7 @@ class Account:
             "requests": len(self.outcomes),
             "failedRequests": len(self.failed),
             "failureReasons": reasons,
+            "problems": self.problems,
             "movedBytes": sum(outcome.moved_bytes for outcome in served),
             "verifiedBytes": sum(outcome.verified_bytes for outcome in served),
             "wrongBytes": self.wrong_bytes,
@@ -187,6 +194,8 @@ class Driver:
                 outcome = await self._one(number, tokens, cached)
                 account.outcomes.append(outcome)
                 self._done(outcome)
+                # A request that fails without waiting for anything must not keep others from being answered.
+                await asyncio.sleep(0)
 
         await asyncio.gather(*(worker() for _ in range(concurrency)))
         account.seconds = time.monotonic() - started

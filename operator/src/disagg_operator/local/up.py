@@ -214,12 +214,13 @@ async def _drive(pods: list[Pod], plan: wire.Plan, options: UpOptions, reporter:
         reporter.end()
         lines = [json.dumps(outcome.document()) for outcome in account.outcomes]
         (options.state / "requests.jsonl").write_text("\n".join(lines) + "\n")
-        if not driver.dead:
-            for endpoint in endpoints["prefill"] + endpoints["decode"]:
+        for endpoint in endpoints["prefill"] + endpoints["decode"]:
+            if endpoint.name not in driver.dead:
                 try:
                     account.stray_bytes += (await driver.stats(endpoint))["strayBytes"]
                 except (aiohttp.ClientError, OSError, TimeoutError) as error:
-                    raise LocalError(f"engine {endpoint.name} cannot be asked for stray bytes: {error}") from error
+                    account.problems.append(f"StrayBytesUnknown: engine {endpoint.name}: {error}")
+        account.problems += driver.dead.values()
         return account
     finally:
         reporter.end()
