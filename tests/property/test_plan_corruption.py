@@ -65,7 +65,7 @@ def may_differ(document, path, value):
     """
     if pattern(path) == "edges.*.from":
         edge, ranks, told = get(document, path[:-1]), document["source"]["ranks"], document["completions"]
-        if value >= len(ranks) or any(other["from"] == value for other in document["edges"]):
+        if not 0 <= value < len(ranks) or any(other["from"] == value for other in document["edges"]):
             return False
         return ranks[value] == ranks[edge["from"]] and told[str(value)] == told[str(edge["from"])] == [edge["to"]]
     name = pattern(path)

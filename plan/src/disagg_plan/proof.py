@@ -9,8 +9,8 @@ offsets and lengths of a page) and checked, per destination rank and layer:
 3. completions name exactly the readers of each source rank, and one rank for each source that nobody reads.
 
 It also checks what the two sides themselves claim: units by the sharding rule, layers by stage, cells that do not
-overlap, stay inside their region and are the same thing on every page, blocks of one size in a table; and that nothing
-in the document is unused or said twice.
+overlap, stay inside their region and are the same thing on every page, blocks of one size in a table, compatibility
+factors that fit; and that nothing in the document is unused or said twice.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
-from disagg_plan import wire
+from disagg_plan import canonical, wire
 from disagg_plan.errors import ProofError
 from disagg_plan.ranges import parse_ranges
 
@@ -83,6 +83,7 @@ class _Prover:
         self._stop_on_findings()
         self._check_blocks()
         self._check_cells()
+        self._check_factors()
         self._stop_on_findings()
         self._check_references()
         self._check_completions()
@@ -241,6 +242,22 @@ class _Prover:
                                 f"{here[0]} group {name}: cells of {placed.name} are {here[1]}, those of {first[0]} are "
                                 f"{first[1]}"
                             )
+
+    def _check_factors(self) -> None:
+        """Peers compare compatibility factors: where these repeat what the plan says, they must say the same."""
+        factors = self.plan.compat.factors
+        groups = [group.model_dump(by_alias=True, exclude_none=True, mode="json") for group in self.plan.groups]
+        if factors.get("groups", canonical.digest(groups)) != canonical.digest(groups):
+            self._find("compat.factors.groups is not the digest of the plan's groups")
+        for where, side in self._sides():
+            stated = factors.get(side.role)
+            if isinstance(stated, dict) and "blockTokens" in stated:
+                for index, page in enumerate(side.pages):
+                    if page.block_tokens != stated["blockTokens"]:
+                        self._find(
+                            f"{where}: page {index} has blocks of {page.block_tokens} tokens, compat.factors say "
+                            f"{stated['blockTokens']}"
+                        )
 
     def _check_references(self) -> None:
         plan = self.plan

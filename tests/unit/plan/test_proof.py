@@ -6,7 +6,7 @@ import copy
 
 import pytest
 
-from disagg_plan import wire
+from disagg_plan import canonical, wire
 from disagg_plan.errors import ProofError
 from disagg_plan.proof import Proof, prove
 
@@ -28,6 +28,10 @@ def findings(document, reseal):
     assert error.code == "ProofFailed"
     assert error.message.startswith(error.findings[0])
     return error.findings
+
+
+def forget_factors(document):
+    document["compat"] = {"factors": {}, "digest": canonical.digest({})}
 
 
 @pytest.fixture
@@ -433,6 +437,7 @@ def test_blocks_of_two_sizes_on_one_side(build, reseal):
     small["destination"]["ranks"][1]["pages"]["mla"] = 1
     small["shapes"].append(large["shapes"][0])
     small["edges"][1]["shape"] = 1
+    forget_factors(small)
     assert findings(small, reseal) == ["table mla: the ranks of the destination have blocks of 16 and 32 tokens"]
 
 
@@ -447,10 +452,27 @@ def test_blocks_of_two_sizes_in_one_table(build, reseal):
     one["shapes"][0] += other["shapes"][0]
     for figure in ("bytesPerToken", "maxSourceBytes", "meanSourceBytes", "maxDestinationBytes"):
         one["summary"][figure] += other["summary"][figure]
+    forget_factors(one)
     prove_document(one, reseal)
     for group in one["groups"]:
         group["table"] = "shared"
     assert findings(one, reseal) == ["table shared: the ranks of the destination have blocks of 16 and 32 tokens"]
+
+
+def test_a_page_that_its_factors_contradict(build, reseal):
+    """Blocks of 3 tokens, said to be 2 and a token of padding: all offsets fit, and every pair would be wrong."""
+    document = wire.document(build.deployment(build.latent(), 1, 2, {"block": 3}, {"block": 1}).plan())
+    document["source"]["pages"][0]["blockTokens"] = 2
+    assert findings(document, reseal) == ["source: page 0 has blocks of 2 tokens, compat.factors say 3"]
+    forget_factors(document)
+    prove_document(document, reseal)
+
+
+def test_groups_that_their_factor_contradicts(heads, reseal):
+    heads["groups"][0]["table"] = "other"
+    assert findings(heads, reseal) == ["compat.factors.groups is not the digest of the plan's groups"]
+    forget_factors(heads)
+    prove_document(heads, reseal)
 
 
 def test_pages_too_large_to_expand(heads, reseal):
