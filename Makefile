@@ -27,7 +27,8 @@ help: ## Show the targets.
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo 'Python 3.11 or newer is needed: set PYTHON=...' >&2; exit 1; }
-	@$(PYTHON) -c 'import ensurepip' 2>/dev/null || \
+	@$(PYTHON) -c 'import ensurepip' 2>/dev/null || { [ $$EUID -eq 0 ] && command -v apt-get >/dev/null && \
+		apt-get update -qq && apt-get install -y -qq --no-install-recommends python3-venv; } || \
 		{ echo 'This Python cannot make virtual environments: install python3-venv' >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 
@@ -43,7 +44,7 @@ install: $(VENV)/.stamp-runtime ## Create .venv with what disagg needs to run.
 install-dev: $(VENV)/.stamp-dev ## Create .venv with the development tools too.
 
 .PHONY: demo
-demo: install ## Bring the example service up on this machine.
+demo: install ## Plan Llama 3.1 8B (prefill TP 2, decode TP 4) and move its KV cache over NIXL here.
 	$(BIN)/disagg up -f examples/llama-3.1-8b.yaml
 
 .PHONY: test
@@ -56,7 +57,7 @@ soak: install-dev ## Run the tests with their long profile.
 
 .PHONY: bench
 bench: install-dev ## Run the benchmarks and print their results.
-	$(BIN)/python -m pytest tests/bench -s $(PYTEST_ARGS)
+	$(BIN)/python -m pytest tests/bench -q -s $(PYTEST_ARGS)
 
 .PHONY: lint
 lint: install-dev ## Check style, types and import contracts.

@@ -129,12 +129,16 @@ def test_layers_are_cut_only_where_that_lowers_the_maximum(sources, sizes, layer
 
 
 @given(
-    sources=st.integers(1, 5), sizes=st.lists(st.integers(1, 6), min_size=1, max_size=6), layer_bytes=st.integers(1, 5)
+    sources=st.integers(1, 8),
+    sizes=st.lists(st.integers(1, 9), min_size=1, max_size=9),
+    layer_bytes=st.integers(1, 5),
 )
-def test_one_layer_above_the_target_at_most(sources, sizes, layer_bytes):
+def test_cuts_cost_little(sources, sizes, layer_bytes):
+    """One layer above the bound at most, and no more cuts than there are borders between sources."""
     demands = [
         Demand(to, "mla", ("latent",), (0, 1), tuple(range(size)), layer_bytes, tuple(range(sources)))
         for to, size in enumerate(sizes)
     ]
-    most = max(loads_of(spread(demands, sources), sources).values())
-    assert most < bound_of(demands, sources) + layer_bytes
+    assignments = spread(demands, sources)
+    assert max(loads_of(assignments, sources).values()) < bound_of(demands, sources) + layer_bytes
+    assert len(assignments) <= len(demands) + sources - 1

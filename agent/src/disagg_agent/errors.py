@@ -6,13 +6,17 @@ Each carries a stable `code`: it is what metrics count by, what a peer or an eng
 from __future__ import annotations
 
 
+MAX_TEXT = 4096
+"""Longest message of an error: it must fit into a frame, whatever a peer made us quote."""
+
+
 class AgentError(Exception):
     """Base of every error that the agent raises on purpose; `code` is CamelCase and stable."""
 
     def __init__(self, code: str, message: str) -> None:
-        super().__init__(message)
+        super().__init__(message[:MAX_TEXT])
         self.code = code
-        self.message = message
+        self.message = message[:MAX_TEXT]
 
     def __str__(self) -> str:
         return f"{self.code}: {self.message}"

@@ -60,7 +60,7 @@ class Codec(Generic[Message]):
         """
         try:
             return self._decoder.decode(body)
-        except (msgspec.DecodeError, msgspec.ValidationError) as error:
+        except (msgspec.DecodeError, msgspec.ValidationError, RecursionError) as error:
             raise FrameError("BadFrame", f"{len(body)} bytes are no message of this protocol: {error}") from error
 
     async def read(self, reader: asyncio.StreamReader) -> Message | None:
@@ -90,10 +90,10 @@ class Codec(Generic[Message]):
         """
         fds: list[int] = []
         try:
-            header = _receive_exactly(sock, _HEADER.size, fds)
+            header = _receive_exactly(sock, _HEADER.size, fds, may_end=True)
             if not header:
                 return None, fds
-            body = _receive_exactly(sock, self._length(header), fds)
+            body = _receive_exactly(sock, self._length(header), fds, may_end=False)
             return self.decode(body), fds
         except BaseException:
             close_all(fds)
@@ -121,15 +121,17 @@ def close_all(fds: list[int]) -> None:
         os.close(fd)
 
 
-def _receive_exactly(sock: socket.socket, size: int, fds: list[int]) -> bytes:
-    """Exactly `size` bytes, or none at a clean end of stream."""
+def _receive_exactly(sock: socket.socket, size: int, fds: list[int], may_end: bool) -> bytes:
+    """Exactly `size` bytes, or none if the stream may end here and does."""
     chunks: list[bytes] = []
     left = size
     while left:
-        data, found, _flags, _address = socket.recv_fds(sock, min(left, 1 << 20), MAX_FDS)
+        data, found, flags, _address = socket.recv_fds(sock, min(left, 1 << 20), MAX_FDS, socket.MSG_CMSG_CLOEXEC)
         fds.extend(found)
+        if len(fds) > MAX_FDS or flags & socket.MSG_CTRUNC:
+            raise FrameError("TooManyDescriptors", f"more than {MAX_FDS} file descriptors on one frame")
         if not data:
-            if left == size and size == _HEADER.size:
+            if left == size and may_end:
                 return b""
             raise FrameError("TornFrame", f"the stream ended after {size - left} of {size} bytes")
         chunks.append(data)

@@ -19,17 +19,20 @@ import numpy as np
 from msgspec import Meta
 from numpy.typing import ArrayLike, NDArray
 
-from disagg_agent.errors import FrameError
+from disagg_agent.errors import MAX_TEXT, FrameError
 
 PROTOCOL = 1
 """Version of all three conversations."""
 
 RequestId = Annotated[str, Meta(min_length=1, max_length=256)]
 Word = Annotated[str, Meta(max_length=256)]
-Text = Annotated[str, Meta(max_length=4096)]
+Text = Annotated[str, Meta(max_length=MAX_TEXT)]
+Key = Annotated[str, Meta(max_length=512)]
+"""A word with something of ours put to it: names of links and moves."""
 Pages = dict[Word, bytes]
 Natural = Annotated[int, Meta(ge=0, le=2**62)]
 RankId = Annotated[int, Meta(ge=0, le=2**16)]
+PageCount = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 Seconds = Annotated[float, Meta(ge=0, le=1e9)]
 
 
@@ -68,7 +71,7 @@ class RegionCard(_Struct, frozen=True):
     region: Natural
     base: Natural
     stride: Natural
-    pages: Natural
+    pages: PageCount
 
 
 class RegionDeclaration(_Struct, frozen=True):
@@ -81,7 +84,7 @@ class RegionDeclaration(_Struct, frozen=True):
     offset: Natural
     bytes: Natural
     stride: Natural
-    pages: Natural
+    pages: PageCount
 
 
 class MoverCard(_Struct, frozen=True):
@@ -217,7 +220,7 @@ class Freed(_Struct, frozen=True, tag="freed"):
 class Connect(_Struct, frozen=True, tag="m.connect"):
     """Load a source's metadata and prepare the descriptors of the edge from its rank. Answered by `Connected`."""
 
-    link: Word
+    link: Key
     source: RankId
     card: MoverCard
 
@@ -225,26 +228,26 @@ class Connect(_Struct, frozen=True, tag="m.connect"):
 class Disconnect(_Struct, frozen=True, tag="m.disconnect"):
     """Forget a source; its transfers in flight end as they may."""
 
-    link: Word
+    link: Key
 
 
 class Probe(_Struct, frozen=True, tag="m.probe"):
     """Read a few bytes from a source into scratch memory: wires the connection up and proves it. `Probed` answers."""
 
-    link: Word
+    link: Key
 
 
 class MoveSource(_Struct, frozen=True):
     """Pages that one source rank holds for a request."""
 
-    link: Word
+    link: Key
     pages: Pages
 
 
 class Move(_Struct, frozen=True, tag="m.move"):
     """Read positions `[start, tokens)` from every listed source into `pages`. `Moved` answers, once nothing is in flight."""
 
-    id: Word
+    id: Key
     tokens: Natural
     start: Natural
     pages: Pages
@@ -254,7 +257,7 @@ class Move(_Struct, frozen=True, tag="m.move"):
 class Cancel(_Struct, frozen=True, tag="m.cancel"):
     """Post nothing more for a move; `Moved` still comes when what is in flight has ended."""
 
-    id: Word
+    id: Key
 
 
 class Serve(_Struct, frozen=True, tag="m.serve"):
@@ -269,7 +272,7 @@ class Serve(_Struct, frozen=True, tag="m.serve"):
 class Connected(_Struct, frozen=True, tag="m.connected"):
     """Outcome of `Connect`; `code` empty on success."""
 
-    link: Word
+    link: Key
     code: Word
     message: Text
 
@@ -277,7 +280,7 @@ class Connected(_Struct, frozen=True, tag="m.connected"):
 class Probed(_Struct, frozen=True, tag="m.probed"):
     """Outcome of `Probe`; `code` empty on success."""
 
-    link: Word
+    link: Key
     seconds: Seconds
     code: Word
     message: Text
@@ -286,7 +289,7 @@ class Probed(_Struct, frozen=True, tag="m.probed"):
 class Moved(_Struct, frozen=True, tag="m.moved"):
     """A move has ended and nothing of it is in flight; `code` empty on success."""
 
-    id: Word
+    id: Key
     bytes: Natural
     seconds: Seconds
     code: Word

@@ -1,7 +1,7 @@
 """Child objects of a deployment: pure functions from spec and plan to Kubernetes objects.
 
-A `Site` says what differs between a cluster and one machine: addresses and commands. Everything else is the same object, applied
-by the API server or by local processes.
+A `Site` says what differs between a cluster and one machine: addresses and commands. Everything else is the same
+object, applied by the API server or by local processes.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """`disagg`: plan, verify and run disaggregated deployments.
 
-Exit codes: 0 fine, 1 refused or wrong, 2 usage, 130 interrupted. Results go to standard output, everything else to standard error.
+Exit codes: 0 fine, 1 refused or wrong, 2 usage, 130 interrupted. Results go to standard output, everything else to
+standard error.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ from pathlib import Path
 from typing import Annotated, NoReturn
 
 import typer
-import yaml
 
 from disagg_operator.children import LOCAL, plan_config_map
 from disagg_operator.console import TerminalReporter, error, mapping_table, plain
@@ -25,6 +25,7 @@ from disagg_operator.local.processes import LocalError
 from disagg_operator.local.up import UpOptions, up, with_placement
 from disagg_operator.quantities import parse_bytes
 from disagg_operator.reconcile import Snapshot, reconcile
+from disagg_operator.yaml_text import dump
 from disagg_plan import wire
 from disagg_plan.errors import PlanError, ProofError, Refusal
 from disagg_plan.proof import prove
@@ -89,7 +90,7 @@ def plan(
         sys.stdout.write(wire.encode(desired.plan).decode() + "\n")
     elif output is PlanOutput.configmap:
         item = plan_config_map(snapshot.deployment, desired.plan)
-        sys.stdout.write(yaml.safe_dump(item, sort_keys=False, width=10**6))
+        sys.stdout.write(dump([item]))
     else:
         plain(topology(desired.plan))
         mapping_table(desired.plan)
@@ -160,8 +161,8 @@ def run(
 ) -> None:
     """Run a deployment on this machine: real agents, real NIXL, synthetic engines, every byte checked.
 
-    Plans and proves the deployment, starts its pods as processes, drives requests of mixed lengths from prefill to decode, and ends with an
-    account. Exit code 1 if one byte is wrong or one request failed.
+    Plans and proves the deployment, starts its pods as processes, drives requests of mixed lengths from prefill to
+    decode, and ends with an account. Exit code 1 if one byte is wrong or one request failed.
     """
     try:
         memory = parse_bytes(max_memory)

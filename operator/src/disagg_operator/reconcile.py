@@ -1,6 +1,7 @@
 """The decision: from what was observed to what should exist. Pure; effects apply it.
 
-The same function serves a cluster and one machine. A refusal or a failed proof yields a status that says why, and no objects.
+The same function serves a cluster and one machine. A refusal or a failed proof yields a status that says why, and
+no objects.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The `DisaggDeployment` custom resource as pydantic types: what a user may declare.
 
-Field names on the wire are camelCase. Unknown fields are refused: a misspelt field that is silently ignored is found by users as a
-wrong deployment.
+Field names on the wire are camelCase. Unknown fields are refused: a misspelt field that is silently ignored is
+found by users as a wrong deployment.
 """
 
 from __future__ import annotations

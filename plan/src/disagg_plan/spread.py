@@ -142,22 +142,21 @@ def _least_loaded(demands: Sequence[Demand], candidates: tuple[int, ...], loads:
 def _cut_by_layers(
     demands: Sequence[Demand], candidates: tuple[int, ...], loads: dict[int, int], target: int
 ) -> list[Assignment]:
-    room = {source: max(0, target - loads[source]) for source in candidates}
-    pieces: dict[tuple[int, int], list[int]] = {}
-    for index, demand in enumerate(demands):
-        left = list(demand.layers)
-        for source in candidates:
-            take = min(len(left), room[source] // demand.layer_bytes)
+    chosen = []
+    place = 0
+    room = max(0, target - loads[candidates[0]])
+    for demand in demands:
+        left = demand.layers
+        while left:
+            # To the nearest layer; what that is off is carried on, so that no source ends a whole layer off.
+            take = min(len(left), (room + demand.layer_bytes // 2) // demand.layer_bytes)
+            if place == len(candidates) - 1:
+                take = len(left)
             if take > 0:
-                pieces.setdefault((index, source), []).extend(left[:take])
-                room[source] -= take * demand.layer_bytes
+                chosen.append(Assignment(candidates[place], replace(demand, layers=left[:take])))
+                room -= take * demand.layer_bytes
                 left = left[take:]
-        for layer in left:
-            # Rounding to whole layers leaves a few over: each goes where most room is left.
-            source = max(candidates, key=lambda rank: (room[rank], -rank))
-            pieces.setdefault((index, source), []).append(layer)
-            room[source] -= demand.layer_bytes
-    return [
-        Assignment(source, replace(demands[index], layers=tuple(sorted(layers))))
-        for (index, source), layers in pieces.items()
-    ]
+            else:
+                place += 1
+                room += max(0, target - loads[candidates[place]])
+    return chosen

@@ -7,11 +7,11 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import yaml
 
 from disagg_operator.children import CLUSTER, LOCAL
 from disagg_operator.reconcile import Snapshot, reconcile
 from disagg_operator.types import DisaggDeployment, parse_deployment
+from disagg_operator.yaml_text import dump
 from disagg_plan import wire
 from disagg_plan.errors import ProofError, Refusal
 from disagg_plan.proof import prove
@@ -33,7 +33,7 @@ def test_rendered_objects(
     deployment: DisaggDeployment, golden: Callable[[str, str], None], site: Any, file: str
 ) -> None:
     desired = reconcile(Snapshot(deployment), site)
-    golden(file, yaml.safe_dump_all([*desired.objects, {"status": desired.status}], sort_keys=False, width=10**6))
+    golden(file, dump([*desired.objects, {"status": desired.status}]))
 
 
 def test_deciding_twice_gives_the_same_and_changes_nothing(example: dict[str, Any]) -> None:

@@ -1,8 +1,8 @@
 """Pods as processes: applies Deployments and ConfigMaps on one machine.
 
-Each container of a pod template becomes a process. Volumes become directories, and a path under a container's mountPath, in its env or
-command, becomes the path of that directory. Processes are leaders of their own sessions, die with this process whatever kills
-it, and are ended by their pids.
+Each container of a pod template becomes a process. Volumes become directories, and a path under a container's
+mountPath, in its env or command, becomes the path of that directory. Processes are leaders of their own sessions,
+die with this process whatever kills it, and are ended by their pids.
 """
 
 from __future__ import annotations
@@ -20,9 +20,8 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-import yaml
-
 from disagg_operator.children import Object
+from disagg_operator.yaml_text import dump
 
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -85,7 +84,7 @@ class LocalCluster:
         name = item["metadata"]["name"]
         self._state.mkdir(parents=True, exist_ok=True)
         path = self._state / f"{item['kind'].lower()}-{name}.yaml"
-        path.write_text(yaml.safe_dump(item, sort_keys=False, width=10**6))
+        path.write_text(dump([item]))
         if item["kind"] == "ConfigMap":
             folder = self._config_map(name)
             folder.mkdir(parents=True, exist_ok=True)

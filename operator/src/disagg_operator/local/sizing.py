@@ -110,6 +110,7 @@ def too_large(longest: int, limit: int) -> Refusal:
     return Refusal(
         "NotEnoughMemory",
         "--max-memory",
-        f"{_REQUESTS_AT_ONCE} requests of {longest} tokens do not fit into {limit / 2**20:.0f} MiB, even with the fewest layers",
+        f"{_REQUESTS_AT_ONCE} requests of {longest} tokens do not fit into {limit / 2**20:.0f} MiB, "
+        "even with the fewest layers",
         "Give more memory or shorter requests (--max-tokens)",
     )
