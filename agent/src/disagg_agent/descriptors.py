@@ -1,7 +1,8 @@
 """From plan and registered memory to NIXL descriptors: pure numpy, no per-block Python.
 
-For each edge the strided rows are made once: one row `(address, length, device, stride, count)` per layer and run covers
-a whole pool, so a pool of any size costs one row. A request then is two index lists, made by one broadcast addition.
+For each edge the strided rows are made once: one row `(address, length, device, stride, count)` per layer and run
+covers a whole pool, so a pool of any size costs one row. A request then is two index lists, made by one broadcast
+addition.
 """
 
 from __future__ import annotations

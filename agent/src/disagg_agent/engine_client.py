@@ -1,7 +1,7 @@
 """The engine's end of the engine socket, for any engine: blocking calls to register, then messages both ways.
 
-One `EngineRank` per worker. With placement `agent` the memory is handed over as file descriptors; with placement `engine`
-the mover runs here, in the process that owns the memory, driven by the agent all the same.
+One `EngineRank` per worker. With placement `agent` the memory is handed over as file descriptors; with placement
+`engine` the mover runs here, in the process that owns the memory, driven by the agent all the same.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The agent's end of the engine socket: one connection per engine rank.
 
-A connection begins with `Welcome` from the agent and `Register` from the engine; the latter may carry file descriptors, which
-asyncio cannot receive, so the beginning runs on a worker thread with a deadline and the rest on the event loop. A rank whose
-connection ends is gone: its mover is closed before anything else hears of it.
+A connection begins with `Welcome` from the agent and `Register` from the engine; the latter may carry file
+descriptors, which asyncio cannot receive, so the beginning runs on a worker thread with a deadline and the rest on
+the event loop. A rank whose connection ends is gone: its mover is closed before anything else hears of it.
 """
 
 from __future__ import annotations

@@ -5,7 +5,6 @@ Each carries a stable `code`: it is what metrics count by, what a peer or an eng
 
 from __future__ import annotations
 
-
 MAX_TEXT = 4096
 """Longest message of an error: it must fit into a frame, whatever a peer made us quote."""
 

@@ -24,6 +24,7 @@ MAX_FDS = 64
 """File descriptors that one frame may carry (`SCM_MAX_FD` of Linux is 253)."""
 
 _HEADER = struct.Struct(">I")
+_FD = array.array("i")
 
 Message = TypeVar("Message")
 
@@ -126,8 +127,13 @@ def _receive_exactly(sock: socket.socket, size: int, fds: list[int], may_end: bo
     chunks: list[bytes] = []
     left = size
     while left:
-        data, found, flags, _address = socket.recv_fds(sock, min(left, 1 << 20), MAX_FDS, socket.MSG_CMSG_CLOEXEC)
-        fds.extend(found)
+        # Not `socket.recv_fds`: it ignores its flags, and what it receives would be inherited by children.
+        data, control, flags, _address = sock.recvmsg(
+            min(left, 1 << 20), socket.CMSG_SPACE(MAX_FDS * _FD.itemsize), socket.MSG_CMSG_CLOEXEC
+        )
+        for level, kind, rights in control:
+            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+                fds.extend(array.array("i", rights[: len(rights) - len(rights) % _FD.itemsize]))
         if len(fds) > MAX_FDS or flags & socket.MSG_CTRUNC:
             raise FrameError("TooManyDescriptors", f"more than {MAX_FDS} file descriptors on one frame")
         if not data:

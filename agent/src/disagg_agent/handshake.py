@@ -57,7 +57,8 @@ def check_cards(loaded: LoadedPlan, role: str, cards: list[RankCard], own: list[
                 if pools.setdefault(table, pages) != pages:
                     raise RegistrationRefused(
                         "UnequalPools",
-                        f"{role} rank {card.rank} has {pages} pages in table {table}, another rank of its replica {pools[table]}",
+                        f"{role} rank {card.rank} has {pages} pages in table {table}, another rank of its "
+                        f"replica {pools[table]}",
                     )
             for mine in own:
                 ours = {name: mine.factors[name] for name in sorted(set(mine.factors) & (shared | set(card.factors)))}

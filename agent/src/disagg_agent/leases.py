@@ -1,8 +1,8 @@
 """Prefill's side of a request, as a pure state machine: events in, actions out, the clock is an argument.
 
-A hold keeps the pages of one request on one rank under a lease. It ends when every decode rank that the plan names has said
-`Done`, when the lease runs out, when the engine aborts, or when the engine is gone; while a reader still has it open, its
-pages are not given back, whatever ended it.
+A hold keeps the pages of one request on one rank under a lease. It ends when every decode rank that the plan names
+has said `Done`, when the lease runs out, when the engine aborts, or when the engine is gone; while a reader still
+has it open, its pages are not given back, whatever ended it.
 
 States of a hold: `held` -> (`aborted` | `expired`) while readers remain -> released.
 """
@@ -13,7 +13,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from disagg_agent.errors import AgentError
 from disagg_agent.messages import Done, Failed, Held, Hold, Open, Opened, OpenRefused, Released, Revoked, Serve
 
 

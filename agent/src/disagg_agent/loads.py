@@ -4,8 +4,8 @@
        |                              |
        +--refused, aborted, late------+--revoked, peer gone, aborted, late--> draining --nothing in flight--> freed
 
-The engine hears of a failure at once, and of its pages only when no late byte can land in them. A load is reported as loaded only
-if every byte came while every lease was alive.
+The engine hears of a failure at once, and of its pages only when no late byte can land in them. A load is reported
+as loaded only if every byte came while every lease was alive.
 """
 
 from __future__ import annotations

@@ -7,7 +7,8 @@ Three conversations, each a tagged union:
 * agent and mover (`MoverCommand`, `MoverEvent`): a queue where the mover lives in the agent, the engine socket where it
   lives in the engine. One set of types serves both.
 
-Page ids travel as little-endian int32 bytes per block table (`pack_pages`): 32,768 ids are 128 KiB and no Python object.
+Page ids travel as little-endian int32 bytes per block table (`pack_pages`): 32,768 ids are 128 KiB and no Python
+object.
 """
 
 from __future__ import annotations
@@ -135,7 +136,8 @@ class Hold(_Struct, frozen=True, tag="hold"):
 
 
 class Load(_Struct, frozen=True, tag="load"):
-    """Decode: fill these pages with positions `[start, tokens)` of the source request. Answered by `Loaded` or `Failed`."""
+    """Decode: fill these pages with positions `[start, tokens)` of the source request. Answered by `Loaded` or "
+    "`Failed`."""
 
     request: RequestId
     source: SourceRef
@@ -245,7 +247,8 @@ class MoveSource(_Struct, frozen=True):
 
 
 class Move(_Struct, frozen=True, tag="m.move"):
-    """Read positions `[start, tokens)` from every listed source into `pages`. `Moved` answers, once nothing is in flight."""
+    """Read positions `[start, tokens)` from every listed source into `pages`. `Moved` answers, once nothing is "
+    "in flight."""
 
     id: Key
     tokens: Natural

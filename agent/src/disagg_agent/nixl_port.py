@@ -111,7 +111,8 @@ class NixlPort:
 
 
 def _quieten() -> None:
-    """Bring NIXL's own logger under ours: it prints to standard output, which belongs to the program that imports us."""
+    """Bring NIXL's own logger under ours: it prints to standard output, which belongs to the program that "
+    "imports us."""
     logger = logging.getLogger("nixl")
     logger.handlers.clear()
     logger.propagate = True

@@ -1,7 +1,7 @@
 """What an engine rank registers, compared with what the plan says it must have.
 
-Pure: values in, a typed refusal or the rank's pool out. The refusal names the region and both numbers, because it is read
-by someone whose fleet does not come up.
+Pure: values in, a typed refusal or the rank's pool out. The refusal names the region and both numbers, because it
+is read by someone whose fleet does not come up.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Decode's view of prefill agents: dial, compare, connect the movers, probe; again whenever the connection is lost.
 
-Level-based: the set of peers to have is given (`introduce`, or learned from a request), each has one task that keeps
-trying, and nothing depends on the order of events. A peer is `ready` when every edge between its ranks and ours has been
-probed.
+Level-based: the set of peers to have is given (`introduce`, or learned from a request), each has one task that
+keeps trying, and nothing depends on the order of events. A peer is `ready` when every edge between its ranks and
+ours has been probed.
 """
 
 from __future__ import annotations

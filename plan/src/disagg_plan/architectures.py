@@ -79,7 +79,8 @@ def _refuse_windows(config: Config) -> None:
         "UnsupportedCache",
         f"{_FIELD}.sliding_window",
         f"sliding_window {window} with max_position_embeddings {longest}: which pages move depends on the window",
-        "Sliding windows are not planned yet; serve with the window disabled, or state model.geometry with full attention",
+        "Sliding windows are not planned yet; serve with the window disabled, or state model.geometry with full "
+        "attention",
     )
 
 

@@ -156,7 +156,8 @@ def _check_kind(profile: Profile, group: Group) -> None:
             "UnsupportedLayout",
             "engine.backend",
             f"group {group.name!r} is {kinds[latent]}, {profile.name} serves {kinds[profile.latent]}",
-            f"Use one of {', '.join(row.backend for row in PROFILES if row.engine == profile.engine and row.latent == latent)}",
+            "Use one of "
+            f"{', '.join(row.backend for row in PROFILES if row.engine == profile.engine and row.latent == latent)}",
         )
 
 

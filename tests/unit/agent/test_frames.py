@@ -151,6 +151,16 @@ def test_a_struct_of_the_other_direction_is_refused() -> None:
 # Refusals.
 
 
+def verdict(body: bytes) -> str:
+    """What a side channel makes of a body; anything but a `FrameError` is a crash."""
+    codec: Codec[SideChannel] = Codec(SideChannel)
+    try:
+        codec.decode(body)
+    except FrameError as error:
+        return error.code
+    return "message"
+
+
 @pytest.mark.parametrize("body", BAD_BODIES.values(), ids=BAD_BODIES)
 def test_a_bad_body_is_named(codec: Codec[ToAgent], body: bytes) -> None:
     with pytest.raises(FrameError) as caught:
@@ -161,11 +171,7 @@ def test_a_bad_body_is_named(codec: Codec[ToAgent], body: bytes) -> None:
 
 @given(st.binary(max_size=200))
 def test_any_bytes_are_a_message_or_a_frame_error(body: bytes) -> None:
-    codec: Codec[SideChannel] = Codec(SideChannel)
-    try:
-        codec.decode(body)
-    except FrameError as error:
-        assert error.code == "BadFrame"
+    assert verdict(body) in ("message", "BadFrame")
 
 
 @given(st.data())
@@ -174,10 +180,7 @@ def test_a_damaged_message_is_a_message_or_a_frame_error(data: st.DataObject) ->
     body = bytearray(codec.encode(Opened("r", "g", 1, 2, {"attention": b"\1\0\0\0"}, 12.5))[4:])
     for _ in range(data.draw(st.integers(1, 4))):
         body[data.draw(st.integers(0, len(body) - 1))] = data.draw(st.integers(0, 255))
-    try:
-        codec.decode(bytes(body))
-    except FrameError as error:
-        assert error.code == "BadFrame"
+    assert verdict(bytes(body)) in ("message", "BadFrame")
 
 
 @pytest.mark.parametrize("cut", [1, 2, 3])

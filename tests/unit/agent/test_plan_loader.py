@@ -59,8 +59,8 @@ def test_unread_sources_are_told_by_one_rank(build: Any) -> None:
 
 def test_factors_that_a_rank_must_report(build: Any) -> None:
     deployment = build.deployment(
-        build.heads(4), 1, 1, prefill_options={"block": 32}, decode_options={"layout": "NHD", "backend": "SEPARATE"}
-    ) if False else build.deployment(build.heads(4), 1, 1, prefill_options={"block": 32}, decode_options={"layout": "NHD"})
+        build.heads(4), 1, 1, prefill_options={"block": 32}, decode_options={"layout": "NHD"}
+    )
     found = check_plan(wire.encode(deployment.plan()), None)
     assert found.expected_factors("prefill") == {
         "model": "test",

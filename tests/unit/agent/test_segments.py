@@ -22,7 +22,9 @@ def test_both_sides_see_the_same_bytes(open_fds: Callable[[], set[str]]) -> None
     theirs.bytes[12287] = 9
     assert (theirs.bytes[5000], ours.bytes[12287]) == (7, 9)
     assert ours.size == theirs.size == len(theirs.bytes) == 12288
-    assert open_fds() - before == {name for name in open_fds() if "memfd:test" in name and not name.startswith(f"{fd} ")}
+    # Python's mmap keeps a descriptor of its own for either mapping; the one that was handed over is closed.
+    assert len(open_fds() - before) == 2
+    assert not any(name.startswith(f"{fd} ") for name in open_fds())
 
 
 def test_a_part_of_the_memory_may_be_mapped() -> None:

@@ -1,7 +1,7 @@
 """What a cell holds: a function of request, layer, part, unit and token, cheap enough to check gigabytes.
 
-A cell's 64-bit words are `base + W[i]`: `base` is a hash of all its coordinates, `W` a fixed pseudo-random sequence. A cell from
-anywhere else differs in every word, a shift or swap inside a cell differs too.
+A cell's 64-bit words are `base + W[i]`: `base` is a hash of all its coordinates, `W` a fixed pseudo-random
+sequence. A cell from anywhere else differs in every word, a shift or swap inside a cell differs too.
 """
 
 from __future__ import annotations

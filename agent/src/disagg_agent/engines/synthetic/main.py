@@ -1,7 +1,7 @@
 """`disagg-synthetic-engine`: the synthetic engine of one pod, with the HTTP interface of a real one.
 
-`POST /v1/completions` takes an OpenAI completion request with vLLM's `kv_transfer_params`, so a router for prefill/decode drives it as
-it drives vLLM. Only the length of the prompt matters.
+`POST /v1/completions` takes an OpenAI completion request with vLLM's `kv_transfer_params`, so a router for
+prefill/decode drives it as it drives vLLM. Only the length of the prompt matters.
 """
 
 from __future__ import annotations
