@@ -205,12 +205,6 @@ class Agent:
 
     def rank_registered(self, session: RankSession) -> None:
         """See `EngineEvents`."""
-        others = [other for other in self.engine.sessions.values() if other is not session]
-        if others and others[0].pool != session.pool:
-            text = f"rank {session.rank} has pools {dict(session.pool.pages)}, rank {others[0].rank} {dict(others[0].pool.pages)}"
-            self.registration_refused(AgentError("UnequalPools", text))
-            session.cut()
-            return
         log.info("rank registered", extra={"rank": session.rank, "placement": session.placement})
         self._ranks_changed()
 

@@ -7,6 +7,7 @@ addition.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -165,4 +166,4 @@ def pieces(found: Sequence[tuple[Index, Index, Ints]], limit: int = MAX_PIECE_BY
     while cuts[-1] < len(src):
         before = int(ends[cuts[-1] - 1]) if cuts[-1] else 0
         cuts.append(max(int(np.searchsorted(ends, before + limit, side="right")), cuts[-1] + 1))
-    return [Piece(src[a:b], dst[a:b], int(lengths[a:b].sum())) for a, b in zip(cuts[:-1], cuts[1:], strict=True)]
+    return [Piece(src[a:b], dst[a:b], int(lengths[a:b].sum())) for a, b in itertools.pairwise(cuts)]

@@ -199,7 +199,7 @@ class EngineSocket:
             raise
         except (AgentError, OSError) as error:
             refusal = error if isinstance(error, AgentError) else FrameError("EngineSocket", str(error))
-            log.error("registration refused", extra={"code": refusal.code, "detail": refusal.message})
+            log.warning("registration refused", extra={"code": refusal.code, "detail": refusal.message})
             self._events.registration_refused(refusal)
             with contextlib.suppress(OSError):
                 sock.sendall(self._codec.encode(Refused(refusal.code, refusal.message[:4096])))
@@ -217,10 +217,10 @@ class EngineSocket:
             await session.close()
 
     async def _session(self, session: RankSession, reader: asyncio.StreamReader) -> None:
-        if session.rank in self.sessions:
-            text = f"rank {session.rank} is registered already and its connection is alive"
-            session.send(Refused("RankTaken", text))
-            self._events.registration_refused(RegistrationRefused("RankTaken", text))
+        refusal = self._judge(session)
+        if refusal is not None:
+            session.send(Refused(refusal.code, refusal.message))
+            self._events.registration_refused(refusal)
             return
         self.sessions[session.rank] = session
         session.send(Registered())
@@ -235,10 +235,23 @@ class EngineSocket:
                     case Register():
                         raise FrameError("BadFrame", "a rank registers twice on one connection")
         except (FrameError, OSError) as error:
-            log.error("engine connection failed", extra={"rank": session.rank, "detail": str(error)})
+            log.warning("engine connection failed", extra={"rank": session.rank, "detail": str(error)})
         finally:
             del self.sessions[session.rank]
             self._events.rank_gone(session)
+
+    def _judge(self, session: RankSession) -> RegistrationRefused | None:
+        """Whether a rank fits to those that are registered already."""
+        rank = session.rank
+        if rank in self.sessions:
+            return RegistrationRefused("RankTaken", f"rank {rank} is registered already and its connection is alive")
+        for other in self.sessions.values():
+            if other.pool != session.pool:
+                return RegistrationRefused(
+                    "UnequalPools",
+                    f"rank {rank} has {dict(session.pool.pages)} pages, rank {other.rank} {dict(other.pool.pages)}",
+                )
+        return None
 
     def _begin(self, sock: socket.socket) -> _Handshake | None:
         """Welcome an engine and judge its registration; runs on a worker thread. None if it only looked in."""

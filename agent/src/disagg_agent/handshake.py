@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
 from disagg_agent.errors import PeerRefused, RegistrationRefused
@@ -50,6 +51,9 @@ def check_cards(loaded: LoadedPlan, role: str, cards: list[RankCard], own: list[
     """
     shared = set(loaded.expected_factors("prefill")) - {"blockTokens", "profile", "layout"}
     pools: dict[str, int] = {}
+    for rank, count in Counter(card.rank for card in cards).items():
+        if count > 1:
+            raise PeerRefused("DoubledRank", f"{role} rank {rank} is presented {count} times")
     try:
         for card in cards:
             pool = check_card(loaded, role, card)

@@ -6,8 +6,10 @@ is read by someone whose fleet does not come up.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from disagg_agent.errors import FrameError, RegistrationRefused
 from disagg_agent.messages import Pages, RankCard, RegionCard, RegionDeclaration, Register, unpack_pages
@@ -29,7 +31,7 @@ def check_registration(loaded: LoadedPlan, role: str, message: Register) -> Pool
 
     Raises:
         RegistrationRefused: `UnknownRank`, `CompatMismatch`, `MissingRegion`, `UnknownRegion`, `WrongShape`,
-            `OutsideSegment` or `UnequalPools`.
+            `OutsideSegment`, `OverlappingRegions` or `UnequalPools`.
     """
     ranks = loaded.side(role).ranks
     if message.rank >= len(ranks):
@@ -42,6 +44,7 @@ def check_registration(loaded: LoadedPlan, role: str, message: Register) -> Pool
     _check_keys(expected, message.regions, who)
     for region in message.regions:
         _check_region(region, expected[region.group, region.layer, region.region], message.segments)
+    _check_apart(loaded, message.regions)
     return Pool(_pool_sizes(loaded, message.regions))
 
 
@@ -72,6 +75,8 @@ def check_card(loaded: LoadedPlan, role: str, card: RankCard) -> Pool:
 def check_pages(loaded: LoadedPlan, role: str, rank: int, pool: Pool, tokens: int, pages: Pages) -> None:
     """Judge the page ids of a request on one rank: enough blocks in every table, inside the pool, none twice.
 
+    Tables that only other stages have may come along: an engine's scheduler knows them all.
+
     Raises:
         FrameError: `BadPages`, a table is missing or unknown.
         RequestError: as `disagg_plan.pairing.check_blocks`.
@@ -81,7 +86,7 @@ def check_pages(loaded: LoadedPlan, role: str, rank: int, pool: Pool, tokens: in
         loaded.plan.group(group).table: side.pages[index].block_tokens or 1
         for group, index in side.ranks[rank].pages.items()
     }
-    if set(pages) != set(blocks):
+    if not set(blocks) <= set(pages) <= set(loaded.plan.tables):
         raise FrameError("BadPages", f"page ids for tables {sorted(pages)}, {role} rank {rank} has {sorted(blocks)}")
     for table, block_tokens in blocks.items():
         what = f"{role} rank {rank} table {table}"
@@ -120,14 +125,14 @@ def check_factors(expected: Mapping[str, object], reported: Mapping[str, object]
 def _check_keys(
     expected: Mapping[tuple[str, int, int], Page], regions: Sequence[RegionCard | RegionDeclaration], who: str
 ) -> None:
-    found = [(region.group, region.layer, region.region) for region in regions]
+    found = Counter((region.group, region.layer, region.region) for region in regions)
     for key in expected:
         if key not in found:
             raise RegistrationRefused("MissingRegion", f"{who} registers no {_name(key)}")
-    for key in found:
+    for key, count in found.items():
         if key not in expected:
             raise RegistrationRefused("UnknownRegion", f"{who} registers {_name(key)}, which is not in the plan")
-        if found.count(key) > 1:
+        if count > 1:
             raise RegistrationRefused("UnknownRegion", f"{who} registers {_name(key)} twice")
 
 
@@ -146,6 +151,24 @@ def _check_region(region: RegionDeclaration, page: Page, segments: list[int]) ->
         raise RegistrationRefused(
             "OutsideSegment", f"{what}: ends at byte {end} of a segment of {segments[region.segment]}"
         )
+
+
+def _check_apart(loaded: LoadedPlan, regions: Sequence[RegionDeclaration]) -> None:
+    """Regions of one table must not share bytes: a block would hold two layers at once. Tables may share memory."""
+    places: dict[tuple[str, int], list[RegionDeclaration]] = {}
+    for region in regions:
+        places.setdefault((loaded.plan.group(region.group).table, region.segment), []).append(region)
+    for found in places.values():
+        for low, high in pairwise(sorted(found, key=lambda region: region.offset)):
+            between = high.offset - low.offset
+            # Pages may lie in turn, one of each layer, if they are equally far apart.
+            in_turn = low.stride == high.stride and low.bytes <= between % low.stride <= low.stride - high.bytes
+            if between < (low.pages - 1) * low.stride + low.bytes and not in_turn:
+                names = " and ".join(_name((one.group, one.layer, one.region)) for one in (low, high))
+                raise RegistrationRefused(
+                    "OverlappingRegions",
+                    f"{names} begin {between} bytes apart and share memory of segment {low.segment}",
+                )
 
 
 def _pool_sizes(loaded: LoadedPlan, regions: Sequence[RegionCard | RegionDeclaration]) -> dict[str, int]:

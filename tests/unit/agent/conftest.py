@@ -23,7 +23,9 @@ class Kit:
     def load(self, plan: wire.Plan) -> LoadedPlan:
         return check_plan(wire.encode(plan), None)
 
-    def regions(self, loaded: LoadedPlan, role: str, rank: int, pages: int | Mapping[str, int]) -> list[RegionDeclaration]:
+    def regions(
+        self, loaded: LoadedPlan, role: str, rank: int, pages: int | Mapping[str, int]
+    ) -> list[RegionDeclaration]:
         """What a rank must register, one region after another in one segment; `pages` of all tables or by table."""
         side = loaded.side(role)
         held = side.ranks[rank]
@@ -33,9 +35,7 @@ class Kit:
             count = pages if isinstance(pages, int) else pages[loaded.plan.group(group).table]
             for layer in parse_ranges(held.layers[group]):
                 for number, region in enumerate(side.pages[index].regions):
-                    found.append(
-                        RegionDeclaration(group, layer, number, 0, end, region.bytes, region.stride, count)
-                    )
+                    found.append(RegionDeclaration(group, layer, number, 0, end, region.bytes, region.stride, count))
                     end += region.stride * count
         return found
 

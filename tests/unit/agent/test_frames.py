@@ -28,7 +28,9 @@ BAD_BODIES = {
     "no message": msgspec.msgpack.encode([1, 2, 3]),
     "no tag": msgspec.msgpack.encode({"request": "r"}),
     "unknown tag": msgspec.msgpack.encode({"type": "adopt", "request": "r"}),
-    "tag of another conversation": msgspec.msgpack.encode({"type": "held", "request": "r", "generation": "g", "lease": 1.0}),
+    "tag of another conversation": msgspec.msgpack.encode(
+        {"type": "held", "request": "r", "generation": "g", "lease": 1.0}
+    ),
     "unknown field": msgspec.msgpack.encode({"type": "abort", "request": "r", "force": True}),
     "missing field": msgspec.msgpack.encode({"type": "abort"}),
     "wrong type": msgspec.msgpack.encode({"type": "abort", "request": 5}),

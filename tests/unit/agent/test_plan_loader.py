@@ -58,9 +58,7 @@ def test_unread_sources_are_told_by_one_rank(build: Any) -> None:
 
 
 def test_factors_that_a_rank_must_report(build: Any) -> None:
-    deployment = build.deployment(
-        build.heads(4), 1, 1, prefill_options={"block": 32}, decode_options={"layout": "NHD"}
-    )
+    deployment = build.deployment(build.heads(4), 1, 1, prefill_options={"block": 32}, decode_options={"layout": "NHD"})
     found = check_plan(wire.encode(deployment.plan()), None)
     assert found.expected_factors("prefill") == {
         "model": "test",

@@ -35,7 +35,7 @@ class Workload:
     seed: int
 
     def prompts(self) -> list[tuple[int, int]]:
-        """`(tokens, cached tokens)` of every request: lengths around the block size, then log-uniform; some with a hit."""
+        """`(tokens, cached tokens)` of every request: around the block size, then log-uniform; some with a hit."""
         source = random.Random(self.seed)
         edges = [1, self.block - 1, self.block, self.block + 1, 2 * self.block, self.longest]
         lengths = [min(max(1, edge), self.longest) for edge in edges]
