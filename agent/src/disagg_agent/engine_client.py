@@ -44,7 +44,7 @@ from disagg_agent.messages import (
 )
 from disagg_agent.mover import Mover
 from disagg_agent.plan_loader import LoadedPlan, check_plan
-from disagg_agent.segments import Segment, region_cards
+from disagg_agent.segments import Memory, region_cards
 
 log = logging.getLogger(__name__)
 
@@ -89,7 +89,7 @@ class EngineRank:
         self,
         rank: int,
         factors: Mapping[str, Any],
-        segments: Sequence[Segment],
+        segments: Sequence[Memory],
         fds: Sequence[int],
         regions: Sequence[RegionDeclaration],
         placement: Placement,
@@ -153,9 +153,9 @@ class EngineRank:
         """End the connection, then the mover if it lives here."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
-        if self._mover is not None:
-            self._mover.close()
-            self._mover = None
+        mover, self._mover = self._mover, None
+        if mover is not None:
+            mover.close()
         self._socket.close()
 
     def _send(self, message: msgspec.Struct) -> None:
@@ -183,4 +183,8 @@ class EngineRank:
                     case _:
                         raise FrameError("BadFrame", f"unexpected {type(message).__name__}")
         except (AgentError, OSError) as error:
+            # Without its agent nobody can stop this mover: it ends before anybody takes the memory to be free.
+            mover, self._mover = self._mover, None
+            if mover is not None:
+                mover.close()
             on_lost(str(error))

@@ -175,8 +175,8 @@ class Mover:
             return
         while self._take_commands():
             self._poll()
-        for link in list(self._state.links):
-            self._drop(link)
+        # Handles keep the NIXL agent alive, and only its end stops what is in flight: drop them first.
+        self._state = _State()
         del self._port
 
     def _take_commands(self) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +15,18 @@ from disagg_agent.frames import close_all
 from disagg_agent.messages import RegionCard, RegionDeclaration
 
 Bytes = NDArray[np.uint8]
+
+
+class Memory(Protocol):
+    """Memory of this process that a mover may be given; whoever owns it keeps it alive."""
+
+    @property
+    def address(self) -> int:
+        """Where it begins."""
+
+    @property
+    def size(self) -> int:
+        """Its bytes."""
 
 
 class Segment:
@@ -62,7 +75,7 @@ def map_segments(fds: list[int], sizes: Sequence[int]) -> list[Segment]:
         close_all(fds)
 
 
-def region_cards(segments: Sequence[Segment], regions: Sequence[RegionDeclaration]) -> list[RegionCard]:
+def region_cards(segments: Sequence[Memory], regions: Sequence[RegionDeclaration]) -> list[RegionCard]:
     """Addresses of declared regions in this process."""
     return [
         RegionCard(

@@ -10,8 +10,9 @@ import pytest
 
 from disagg_agent.errors import FrameError, RegistrationRefused
 from disagg_agent.messages import RankCard, Register, pack_pages
-from disagg_agent.plan_loader import LoadedPlan
+from disagg_agent.plan_loader import LoadedPlan, check_plan
 from disagg_agent.registry import Pool, check_card, check_factors, check_pages, check_registration, expected_regions
+from disagg_plan import wire
 from disagg_plan.errors import RequestError
 
 replace = msgspec.structs.replace
@@ -189,10 +190,23 @@ def test_two_layers_of_a_group_in_the_same_place(loaded: LoadedPlan, right: Regi
     )
 
 
-def test_regions_that_overlap_by_a_byte_and_regions_that_lie_in_turn(loaded: LoadedPlan, right: Register) -> None:
+def test_regions_that_overlap_by_a_byte(loaded: LoadedPlan, right: Register) -> None:
     size = right.regions[0].stride * 8
     message = change(right, 1, offset=size - 1)
     refused("OverlappingRegions", lambda: check_registration(loaded, "decode", message), f"{size - 1} bytes apart")
+
+
+def test_pages_of_two_layers_may_lie_in_turn(kit: Any, build: Any, reseal: Callable[[dict[str, Any]], bytes]) -> None:
+    document = wire.document(build.deployment(build.heads(2, layers=2), 1, 1).plan())
+    (region,) = document["source"]["pages"][0]["regions"]
+    region["stride"] = 2 * region["bytes"]
+    plan = check_plan(reseal(document), None)
+    message = kit.register(plan, "prefill")
+    in_turn = change(message, 1, offset=message.regions[0].offset + region["bytes"])
+    assert check_registration(plan, "prefill", in_turn) == Pool({"attention": 8})
+    for between in (region["bytes"] - 1, region["bytes"] + 1, 2 * region["bytes"]):
+        wrong = change(message, 1, offset=message.regions[0].offset + between)
+        refused("OverlappingRegions", lambda: check_registration(plan, "prefill", wrong), between)  # noqa: B023
 
 
 def test_layers_of_different_tables_may_share_memory(kit: Any, build: Any, two_tables: Any) -> None:

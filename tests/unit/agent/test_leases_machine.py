@@ -1,0 +1,245 @@
+"""Leases under any order of events: pages are never given back under a reader, and always given back in the end."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from disagg_agent.leases import Leases, Reader, ToEngineRank, ToMover, ToReader
+from disagg_agent.messages import (
+    Done,
+    Failed,
+    Held,
+    Hold,
+    Open,
+    Opened,
+    OpenRefused,
+    Released,
+    Revoked,
+    Serve,
+    pack_pages,
+)
+
+COMPLETIONS: list[set[int]] = [{0, 1}, {1, 2}, {0}]
+RANKS = range(3)
+LEASE = 10.0
+
+ranks = st.sampled_from(RANKS)
+requests = st.sampled_from(["a", "b"])
+readers = st.sampled_from([Reader("d0", 1), Reader("d0", 2), Reader("d1", 3)])
+generations = st.sampled_from(["g0", "g1"])
+destinations = st.integers(0, 3)
+
+
+@dataclass
+class Life:
+    """What a test knows of one hold from the outside."""
+
+    rank: int
+    hold: Hold
+    expires: float
+    open_by: set[tuple[Reader, int]] = field(default_factory=set)
+    done: dict[str, set[int]] = field(default_factory=dict)
+    aborted: bool = False
+    expired: bool = False
+
+    @property
+    def complete(self) -> bool:
+        return any(done >= COMPLETIONS[self.rank] for done in self.done.values())
+
+
+class LeasesMachine(RuleBasedStateMachine):
+    """Events come in any order; the answers are compared with what was asked, held and told."""
+
+    @initialize()
+    def start(self) -> None:
+        self.leases = Leases(COMPLETIONS, LEASE)
+        self.now = 0.0
+        self.lives: dict[tuple[int, str], Life] = {}
+        self.serving = dict.fromkeys(RANKS, 0)
+        self.holds = 0
+        self.ends = 0
+
+    # Events.
+
+    @rule(rank=ranks, request=requests, generation=generations, tokens=st.integers(1, 2))
+    def hold(self, rank: int, request: str, generation: str, tokens: int) -> None:
+        message = Hold(request, generation, tokens, {"t": pack_pages([self.holds])})
+        (action,) = self.leases.hold(self.now, rank, message)
+        assert isinstance(action, ToEngineRank)
+        assert action.rank == rank
+        if (rank, request) in self.lives:
+            assert isinstance(action.message, Failed)
+            assert (action.message.code, action.message.freed) == ("DuplicateHold", False)
+        else:
+            assert action.message == Held(request, generation, LEASE)
+            self.lives[rank, request] = Life(rank, message, self.now + LEASE)
+            self.holds += 1
+
+    @rule(
+        reader=readers,
+        rank=ranks,
+        request=requests,
+        generation=generations,
+        destination=destinations,
+        tokens=st.integers(1, 2),
+    )
+    def open(
+        self, reader: Reader, rank: int, request: str, generation: str, destination: int, tokens: int
+    ) -> None:
+        message = Open(request, generation, rank, destination, tokens)
+        actions = self.leases.open(self.now, reader, message)
+        answer = actions[-1]
+        assert isinstance(answer, ToReader)
+        assert answer.reader == reader
+        assert (answer.message.request, answer.message.generation) == (request, generation)
+        assert (answer.message.source, answer.message.destination) == (rank, destination)
+        life = self.lives.get((rank, request))
+        if isinstance(answer.message, OpenRefused):
+            assert len(actions) == 1
+            assert answer.message.code == self.reason(life, message)
+            return
+        assert self.reason(life, message) == ""
+        assert life is not None
+        assert isinstance(answer.message, Opened)
+        assert answer.message.pages == life.hold.pages
+        assert answer.message.lease == life.expires - self.now > 0
+        fresh = (reader, destination) not in life.open_by
+        assert actions[:-1] == ([ToMover(rank, Serve(+1))] if fresh else [])
+        life.open_by.add((reader, destination))
+        self.serving[rank] += fresh
+
+    def reason(self, life: Life | None, message: Open) -> str:
+        if life is None:
+            return "UnknownRequest"
+        if life.hold.generation != message.generation:
+            return "StaleGeneration"
+        if life.aborted:
+            return "RequestAborted"
+        if life.expired:
+            return "RequestExpired"
+        if self.now >= life.expires:
+            return "LeaseExpired"
+        if life.hold.tokens != message.tokens:
+            return "UnequalSpan"
+        return "" if message.destination in COMPLETIONS[message.source] else "NoEdge"
+
+    @rule(reader=readers, rank=ranks, request=requests, generation=generations, destination=destinations)
+    def done(self, reader: Reader, rank: int, request: str, generation: str, destination: int) -> None:
+        life = self.lives.get((rank, request))
+        if life is not None and life.hold.generation == generation and destination in COMPLETIONS[rank]:
+            life.open_by.discard((reader, destination))
+            life.done.setdefault(reader.replica, set()).add(destination)
+        self.check(self.leases.done(reader, Done(request, generation, rank, destination)), revoked={})
+
+    @rule(rank=ranks, request=requests)
+    def abort(self, rank: int, request: str) -> None:
+        life = self.lives.get((rank, request))
+        revoked = {}
+        if life is not None and not life.aborted:
+            life.aborted = True
+            revoked = {id(life): "RequestAborted"}
+        self.check(self.leases.abort(rank, request), revoked)
+
+    @rule(reader=readers)
+    def reader_gone(self, reader: Reader) -> None:
+        for life in self.lives.values():
+            life.open_by = {opener for opener in life.open_by if opener[0] != reader}
+        self.check(self.leases.reader_gone(reader), revoked={})
+
+    @rule(rank=ranks)
+    def rank_gone(self, rank: int) -> None:
+        actions = self.leases.rank_gone(rank)
+        gone = [life for life in self.lives.values() if life.rank == rank]
+        told = {(action.reader, action.message.request, action.message.destination) for action in actions}  # type: ignore[union-attr]
+        assert told == {(reader, life.hold.request, one) for life in gone for reader, one in life.open_by}
+        assert len(told) == len(actions)
+        assert all(isinstance(action.message, Revoked) and action.message.code == "EngineGone" for action in actions)
+        for life in gone:
+            del self.lives[rank, life.hold.request]
+            self.ends += 1
+        self.serving[rank] = 0
+
+    @rule(seconds=st.sampled_from([0.0, 0.5, 4.0, LEASE]))
+    def time_passes(self, seconds: float) -> None:
+        self.now += seconds
+
+    @rule()
+    def tick(self) -> None:
+        revoked = {}
+        for life in self.lives.values():
+            if not life.aborted and not life.expired and self.now >= life.expires:
+                life.expired = True
+                revoked[id(life)] = "LeaseExpired"
+        self.check(self.leases.tick(self.now), revoked)
+
+    # What must come of it.
+
+    def check(self, actions: list[Any], revoked: dict[int, str]) -> None:
+        """Judge actions; openers that the event closed are closed in the model already."""
+        told: list[tuple[int, Reader, int, str]] = []
+        for action in actions:
+            match action:
+                case ToMover(rank, Serve(change)):
+                    assert change < 0
+                    self.serving[rank] += change
+                case ToReader(reader, Revoked() as message):
+                    life = self.lives[message.source, message.request]
+                    assert message.generation == life.hold.generation
+                    told.append((id(life), reader, message.destination, message.code))
+                case ToEngineRank(rank, Released() as message):
+                    life = self.lives.pop((rank, message.request))
+                    self.ends += 1
+                    assert not life.open_by, "pages are given back while a reader has them open"
+                    assert message.generation == life.hold.generation
+                    assert message.reason in ("completed", "aborted", "expired")
+                    if message.reason == "completed":
+                        assert life.complete
+                    else:
+                        assert life.aborted if message.reason == "aborted" else life.expired
+                        assert not life.complete
+                case _:
+                    raise AssertionError(f"unexpected {action}")
+        wanted = [
+            (id(life), reader, destination, revoked[id(life)])
+            for life in self.lives.values()
+            if id(life) in revoked
+            for reader, destination in life.open_by
+        ]
+        assert len(told) == len(wanted)
+        assert set(told) == set(wanted)
+
+    @invariant()
+    def nothing_stays_that_could_go(self) -> None:
+        for life in self.lives.values():
+            assert life.open_by or not (life.complete or life.aborted or life.expired), life
+        assert len(self.leases) == len(self.lives)
+        assert self.holds == self.ends + len(self.lives), "every hold ends exactly once"
+
+    @invariant()
+    def movers_serve_exactly_while_somebody_reads(self) -> None:
+        for rank in RANKS:
+            assert self.serving[rank] == sum(len(life.open_by) for life in self.lives.values() if life.rank == rank)
+
+    @invariant()
+    def the_timer_wakes_for_the_first_that_can_expire(self) -> None:
+        waiting = [life.expires for life in self.lives.values() if not life.aborted and not life.expired]
+        assert self.leases.next_deadline() == (min(waiting) if waiting else None)
+
+    def teardown(self) -> None:
+        if not hasattr(self, "leases"):
+            return
+        for reader in (Reader("d0", 1), Reader("d0", 2), Reader("d1", 3)):
+            self.reader_gone(reader)
+        self.now += LEASE
+        self.tick()
+        assert len(self.leases) == 0
+        assert self.leases.next_deadline() is None
+        assert self.serving == dict.fromkeys(RANKS, 0)
+        assert self.holds == self.ends
+
+
+TestLeases = LeasesMachine.TestCase
