@@ -52,6 +52,9 @@ log = logging.getLogger(__name__)
 
 Role = Literal["prefill", "decode"]
 
+HOLD_GRACE_SECONDS = 1.0
+"""How long decode may be ahead of prefill's own workers: an engine step or two."""
+
 
 @dataclass(frozen=True)
 class AgentConfig:
@@ -97,7 +100,7 @@ class Agent:
             loaded.plan.compat.digest,
         )
         completions = [loaded.plan.completions[str(rank)] for rank in range(len(loaded.plan.source.ranks))]
-        self._leases = leases.Leases(completions, config.lease_seconds)
+        self._leases = leases.Leases(completions, config.lease_seconds, HOLD_GRACE_SECONDS)
         self._loads = loads.Loads(loaded.sources, loaded.tells, config.deadline_seconds)
         self._timer: asyncio.TimerHandle | None = None
         self.engine = EngineSocket(config.socket, loaded, config.role, self._welcome, self)
@@ -119,7 +122,7 @@ class Agent:
             SourceEvents(
                 opened=lambda replica, message: self._run(self._loads.opened(_now(), replica, message)),
                 refused=lambda replica, message: self._run(self._loads.refused(replica, message)),
-                gone=lambda replica, code, text: self._run(self._loads.source_gone(replica, code, text)),
+                gone=lambda replica, ranks, code, text: self._run(self._loads.source_gone(replica, ranks, code, text)),
                 handshake_failed=self._refused,
             ),
         )

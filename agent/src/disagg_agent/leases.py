@@ -68,11 +68,15 @@ class Leases:
     Args:
         completions: decode ranks whose `Done` frees each prefill rank (the plan's `completions`).
         seconds: length of a lease.
+        grace: how long an `Open` for a request that is not held (yet) waits before it is refused: an engine answers
+            its client before its workers have asked for the hold, and decode may be faster than they are.
     """
 
-    def __init__(self, completions: Sequence[Iterable[int]], seconds: float) -> None:
+    def __init__(self, completions: Sequence[Iterable[int]], seconds: float, grace: float = 0.0) -> None:
         self._expected = [frozenset(ranks) for ranks in completions]
         self._seconds = seconds
+        self._grace = grace
+        self._early: dict[tuple[Reader, int, int, str], tuple[float, Open]] = {}
         self._holds: dict[tuple[int, str], _Held] = {}
 
     def __len__(self) -> int:
@@ -85,11 +89,19 @@ class Leases:
             text = f"request {message.request} is already held on rank {rank}"
             return [ToEngineRank(rank, Failed(message.request, "DuplicateHold", text, freed=False))]
         self._holds[key] = _Held(rank, message, now + self._seconds)
-        return [ToEngineRank(rank, Held(message.request, message.generation, self._seconds))]
+        held = ToEngineRank(rank, Held(message.request, message.generation, self._seconds))
+        return [held, *self._open_early(now, rank, message.request)]
 
     def open(self, now: float, reader: Reader, message: Open) -> list[Action]:
         """A decode rank asks for the pages; refused unless both sides mean the same request, life and span."""
         held = self._holds.get((message.source, message.request))
+        if held is None and self._grace > 0:
+            key = (reader, message.source, message.destination, message.request)
+            self._early[key] = (now + self._grace, message)
+            return []
+        return self._open(now, reader, message, held)
+
+    def _open(self, now: float, reader: Reader, message: Open, held: _Held | None) -> list[Action]:
         code, text = self._judge(now, held, message)
         if held is None or code:
             refusal = OpenRefused(message.request, message.generation, message.source, message.destination, code, text)
@@ -135,6 +147,7 @@ class Leases:
 
     def done(self, reader: Reader, message: Done) -> list[Action]:
         """A decode rank has finished with a source. Unknown, stale and repeated ones change nothing."""
+        self._early.pop((reader, message.source, message.destination, message.request), None)
         held = self._holds.get((message.source, message.request))
         if held is None or held.hold.generation != message.generation:
             return []
@@ -154,6 +167,7 @@ class Leases:
 
     def reader_gone(self, reader: Reader) -> list[Action]:
         """A decode agent's connection ended: it reads no more, and its completions will not come."""
+        self._early = {key: early for key, early in self._early.items() if key[0] != reader}
         actions: list[Action] = []
         for held in list(self._holds.values()):
             actions += self._close(held, {opener for opener in held.open_by if opener[0] == reader})
@@ -171,6 +185,9 @@ class Leases:
     def tick(self, now: float) -> list[Action]:
         """End every lease that has run out; all entries are looked at, since renewals reorder them."""
         actions: list[Action] = []
+        for key in [key for key, (deadline, _) in self._early.items() if now >= deadline]:
+            _, message = self._early.pop(key)
+            actions += self._open(now, key[0], message, None)
         for held in [held for held in self._holds.values() if held.state == "held" and now >= held.expires]:
             held.state = "expired"
             actions += self._revoke(held, "LeaseExpired", "the lease ran out")
@@ -179,7 +196,16 @@ class Leases:
 
     def next_deadline(self) -> float | None:
         """When `tick` has something to do next."""
-        return min((held.expires for held in self._holds.values() if held.state == "held"), default=None)
+        leases = [held.expires for held in self._holds.values() if held.state == "held"]
+        return min([*leases, *(deadline for deadline, _ in self._early.values())], default=None)
+
+    def _open_early(self, now: float, rank: int, request: str) -> list[Action]:
+        """Answer those that asked before the hold was there."""
+        actions: list[Action] = []
+        for key in [key for key in self._early if (key[1], key[3]) == (rank, request)]:
+            _, message = self._early.pop(key)
+            actions += self._open(now, key[0], message, self._holds[rank, request])
+        return actions
 
     def _close(self, held: _Held, openers: set[tuple[Reader, int]]) -> list[Action]:
         closing = openers & held.open_by

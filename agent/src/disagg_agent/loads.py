@@ -10,7 +10,7 @@ as loaded only if every byte came while every lease was alive.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -100,6 +100,14 @@ class Loads:
         if (rank, message.request) in self._loads:
             text = f"request {message.request} is already being loaded on rank {rank}"
             return [ToEngineRank(rank, Failed(message.request, "DuplicateLoad", text, freed=False))]
+        ref = message.source
+        other = self._find(ref.replica, rank, ref.request, ref.generation)
+        if other is not None:
+            # Answers name the source's request: they could not say which of the two they mean.
+            text = (
+                f"request {ref.request} of {ref.replica} is already being loaded on rank {rank} as {other.load.request}"
+            )
+            return [ToEngineRank(rank, Failed(message.request, "DuplicateLoad", text, freed=True))]
         if message.start > message.tokens:
             text = f"request {message.request}: start {message.start} is past its {message.tokens} tokens"
             return [ToEngineRank(rank, Failed(message.request, "BadSpan", text, freed=True))]
@@ -109,10 +117,7 @@ class Loads:
             return [*self._tell_done(loading), ToEngineRank(rank, Loaded(message.request, 0, 0.0))]
         self._loads[rank, message.request] = loading
         return [
-            ToSource(
-                message.source,
-                Open(message.source.request, message.source.generation, source, rank, message.tokens),
-            )
+            ToSource(ref, Open(ref.request, ref.generation, source, rank, message.tokens))
             for source in self._sources[rank]
         ]
 
@@ -122,8 +127,8 @@ class Loads:
         The lease is counted from when the engine asked, which is before prefill counted it: clocks need not agree.
         """
         loading = self._find(replica, message.destination, message.request, message.generation)
-        if loading is None or loading.state != "opening":
-            # Given up meanwhile: the grant must not keep the pages pinned.
+        if loading is None or loading.state != "opening" or message.source not in self._sources[loading.rank]:
+            # Given up meanwhile: `Done` is behind the question already, and the grant pins nothing.
             return []
         loading.opened[message.source] = message.pages
         loading.lease_until = min(loading.lease_until, loading.asked + message.lease)
@@ -174,11 +179,13 @@ class Loads:
         loading.state = "draining"
         return [ToMover(rank, loading.load.source, Cancel(loading.id))]
 
-    def source_gone(self, replica: str, code: str, text: str) -> list[Action]:
-        """The connection to an agent of a prefill replica ended: none of its requests can be trusted any more."""
+    def source_gone(self, replica: str, ranks: Iterable[int], code: str, text: str) -> list[Action]:
+        """The connection to the agent of some prefill ranks ended: no load that reads from them can be trusted."""
+        gone = set(ranks)
         actions: list[Action] = []
         for loading in [one for one in self._loads.values() if one.load.source.replica == replica]:
-            actions += self._fail(loading, code, text)
+            if gone & set(self._sources[loading.rank]):
+                actions += self._fail(loading, code, text)
         return actions
 
     def rank_gone(self, rank: int) -> list[Action]:

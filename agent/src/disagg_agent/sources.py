@@ -89,7 +89,7 @@ class SourceEvents:
 
     opened: Callable[[str, Opened], None]
     refused: Callable[[str, OpenRefused | Revoked], None]
-    gone: Callable[[str, str, str], None]
+    gone: Callable[[str, list[int], str, str], None]
     handshake_failed: Callable[[str], None]
 
 
@@ -263,7 +263,9 @@ class Sources:
         for key in [key for key in peer.links if key[1] in changed]:
             self._drop_link(peer, key)
         if changed:
-            self._events.gone(peer.replica, "EngineGone", f"prefill ranks {changed} of {peer.replica} have gone")
+            self._events.gone(
+                peer.replica, changed, "EngineGone", f"prefill ranks {changed} of {peer.replica} have gone"
+            )
         peer.cards, peer.heard = cards, True
         self._connect_missing(peer)
 
@@ -313,9 +315,10 @@ class Sources:
         peer.channel = None
         for key in list(peer.links):
             self._drop_link(peer, key)
+        ranks = list(peer.cards)
         peer.cards.clear()
         peer.heard = False
-        self._events.gone(peer.replica, code, text)
+        self._events.gone(peer.replica, ranks, code, text)
         self._fail_waiting(peer, code, text)
 
     def _fail_waiting(self, peer: Source, code: str, text: str) -> None:

@@ -22,7 +22,7 @@ from disagg_agent.messages import (
 )
 
 COMPLETIONS = [[0, 1], [2, 3], [1]]
-"""Prefill ranks 0 and 1 are read by two decode ranks each; nobody reads rank 2, decode rank 1 tells it when to let go."""
+"""Prefill ranks 0 and 1 are read by two decode ranks each; nobody reads rank 2, which decode rank 1 sets free."""
 
 D, E = Reader("decode-0", 1), Reader("decode-1", 2)
 PAGES = {"attention": pack_pages([4, 2])}
@@ -37,9 +37,7 @@ def hold(request: str = "r", generation: str = "g", tokens: int = 20) -> Hold:
     return Hold(request, generation, tokens, PAGES)
 
 
-def open_(
-    destination: int = 0, request: str = "r", generation: str = "g", source: int = 0, tokens: int = 20
-) -> Open:
+def open_(destination: int = 0, request: str = "r", generation: str = "g", source: int = 0, tokens: int = 20) -> Open:
     return Open(request, generation, source, destination, tokens)
 
 
@@ -259,7 +257,9 @@ def test_abort_tells_readers_and_waits_for_them(leases: Leases) -> None:
     leases.open(0.0, D, open_(1))
     leases.open(0.0, D, open_(0))
     text = "prefill aborted the request"
-    assert leases.abort(0, "r") == [revoked(reader, rank, "RequestAborted", text) for reader, rank in ((D, 0), (D, 1), (E, 1))]
+    assert leases.abort(0, "r") == [
+        revoked(reader, rank, "RequestAborted", text) for reader, rank in ((D, 0), (D, 1), (E, 1))
+    ]
     assert leases.abort(0, "r") == []
     assert leases.tick(1000.0) == []
     assert leases.next_deadline() is None
@@ -359,3 +359,61 @@ def test_one_tick_ends_all_that_is_over(leases: Leases) -> None:
         leases.hold(float(number), number % 2, hold(f"r{number}"))
     assert leases.tick(33.0) == [released("expired", number % 2, f"r{number}") for number in range(4)]
     assert len(leases) == 1
+
+
+# Decode may be faster than prefill's own workers.
+
+
+@pytest.fixture
+def patient() -> Leases:
+    return Leases(COMPLETIONS, 30.0, grace=2.0)
+
+
+def test_an_open_waits_for_its_hold(patient: Leases) -> None:
+    assert patient.open(0.0, D, open_(0)) == []
+    assert patient.open(0.5, E, open_(1)) == []
+    assert patient.open(0.5, D, open_(2, source=1)) == []
+    assert patient.next_deadline() == 2.0
+    assert patient.hold(1.0, 0, hold()) == [
+        ToEngineRank(0, Held("r", "g", 30.0)),
+        ToMover(0, Serve(+1)),
+        granted(D, 0, 30.0),
+        ToMover(0, Serve(+1)),
+        granted(E, 1, 30.0),
+    ]
+    # Answered once; the one that asked another rank still waits for that.
+    assert patient.tick(2.49) == []
+    late = open_(2, source=1)
+    assert patient.tick(2.5) == [refused(D, late, "UnknownRequest", "request r is not held on prefill rank 1")]
+    assert patient.next_deadline() == 31.0
+
+
+def test_an_open_that_waits_is_judged_by_the_hold_that_comes(patient: Leases) -> None:
+    stale, long = open_(0, generation="old"), open_(1, tokens=21)
+    patient.open(0.0, D, stale)
+    patient.open(0.0, D, long)
+    assert patient.hold(1.0, 0, hold()) == [
+        ToEngineRank(0, Held("r", "g", 30.0)),
+        refused(D, stale, "StaleGeneration", "request r is held as generation g, not old"),
+        refused(D, long, "UnequalSpan", "request r: decode names 21 tokens, prefill holds 20"),
+    ]
+
+
+def test_an_open_that_was_given_up_does_not_come_back(patient: Leases) -> None:
+    patient.open(0.0, D, open_(0))
+    patient.open(0.0, D, open_(1))
+    patient.open(0.0, E, open_(0))
+    assert patient.done(D, done(0)) == []
+    assert patient.reader_gone(E) == []
+    assert patient.hold(1.0, 0, hold()) == [
+        ToEngineRank(0, Held("r", "g", 30.0)),
+        ToMover(0, Serve(+1)),
+        granted(D, 1, 30.0),
+    ]
+
+
+def test_a_request_that_is_held_in_another_life_is_not_waited_for(patient: Leases) -> None:
+    patient.hold(0.0, 0, hold())
+    message = open_(generation="h")
+    text = "request r is held as generation g, not h"
+    assert patient.open(0.0, D, message) == [refused(D, message, "StaleGeneration", text)]

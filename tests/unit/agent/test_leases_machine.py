@@ -51,12 +51,23 @@ class Life:
         return any(done >= COMPLETIONS[self.rank] for done in self.done.values())
 
 
+def answers(action: Any, question: Open) -> bool:
+    """Whether an action answers a question."""
+    message = action.message
+    return isinstance(message, Opened | OpenRefused) and (
+        (message.request, message.generation, message.source, message.destination)
+        == (question.request, question.generation, question.source, question.destination)
+    )
+
+
 class LeasesMachine(RuleBasedStateMachine):
     """Events come in any order; the answers are compared with what was asked, held and told."""
 
-    @initialize()
-    def start(self) -> None:
-        self.leases = Leases(COMPLETIONS, LEASE)
+    @initialize(grace=st.sampled_from([0.0, 1.0]))
+    def start(self, grace: float) -> None:
+        self.leases = Leases(COMPLETIONS, LEASE, grace)
+        self.grace = grace
+        self.early: dict[tuple[Reader, Open], float] = {}
         self.now = 0.0
         self.lives: dict[tuple[int, str], Life] = {}
         self.serving = dict.fromkeys(RANKS, 0)
@@ -68,16 +79,28 @@ class LeasesMachine(RuleBasedStateMachine):
     @rule(rank=ranks, request=requests, generation=generations, tokens=st.integers(1, 2))
     def hold(self, rank: int, request: str, generation: str, tokens: int) -> None:
         message = Hold(request, generation, tokens, {"t": pack_pages([self.holds])})
-        (action,) = self.leases.hold(self.now, rank, message)
+        action, *more = self.leases.hold(self.now, rank, message)
         assert isinstance(action, ToEngineRank)
         assert action.rank == rank
         if (rank, request) in self.lives:
             assert isinstance(action.message, Failed)
             assert (action.message.code, action.message.freed) == ("DuplicateHold", False)
+            assert not more
         else:
             assert action.message == Held(request, generation, LEASE)
             self.lives[rank, request] = Life(rank, message, self.now + LEASE)
             self.holds += 1
+            waiting = [key for key in self.early if (key[1].source, key[1].request) == (rank, request)]
+            while more:
+                count = 2 if isinstance(more[0], ToMover) else 1
+                reader, question = next(
+                    key for key in waiting if key[0] == more[count - 1].reader and answers(more[count - 1], key[1])
+                )
+                waiting.remove((reader, question))
+                del self.early[reader, question]
+                self.judge(reader, question, more[:count])
+                more = more[count:]
+            assert not waiting, "who waited for this hold is answered now"
 
     @rule(
         reader=readers,
@@ -87,17 +110,32 @@ class LeasesMachine(RuleBasedStateMachine):
         destination=destinations,
         tokens=st.integers(1, 2),
     )
-    def open(
-        self, reader: Reader, rank: int, request: str, generation: str, destination: int, tokens: int
-    ) -> None:
+    def open(self, reader: Reader, rank: int, request: str, generation: str, destination: int, tokens: int) -> None:
         message = Open(request, generation, rank, destination, tokens)
         actions = self.leases.open(self.now, reader, message)
+        if (rank, request) not in self.lives and self.grace:
+            assert actions == []
+            self.forget(reader, message)
+            self.early[reader, message] = self.now + self.grace
+        else:
+            self.judge(reader, message, actions)
+
+    def forget(self, reader: Reader, message: Open | Done) -> None:
+        """A question is replaced by the next one for the same pages, and taken back by a completion."""
+        self.early = {
+            key: when
+            for key, when in self.early.items()
+            if (key[0], key[1].source, key[1].destination, key[1].request, key[1].generation)
+            != (reader, message.source, message.destination, message.request, message.generation)
+        }
+
+    def judge(self, reader: Reader, message: Open, actions: list[Any]) -> None:
         answer = actions[-1]
         assert isinstance(answer, ToReader)
         assert answer.reader == reader
-        assert (answer.message.request, answer.message.generation) == (request, generation)
-        assert (answer.message.source, answer.message.destination) == (rank, destination)
-        life = self.lives.get((rank, request))
+        assert answers(answer, message)
+        rank, destination = message.source, message.destination
+        life = self.lives.get((rank, message.request))
         if isinstance(answer.message, OpenRefused):
             assert len(actions) == 1
             assert answer.message.code == self.reason(life, message)
@@ -133,7 +171,9 @@ class LeasesMachine(RuleBasedStateMachine):
         if life is not None and life.hold.generation == generation and destination in COMPLETIONS[rank]:
             life.open_by.discard((reader, destination))
             life.done.setdefault(reader.replica, set()).add(destination)
-        self.check(self.leases.done(reader, Done(request, generation, rank, destination)), revoked={})
+        message = Done(request, generation, rank, destination)
+        self.forget(reader, message)
+        self.check(self.leases.done(reader, message), revoked={})
 
     @rule(rank=ranks, request=requests)
     def abort(self, rank: int, request: str) -> None:
@@ -148,6 +188,7 @@ class LeasesMachine(RuleBasedStateMachine):
     def reader_gone(self, reader: Reader) -> None:
         for life in self.lives.values():
             life.open_by = {opener for opener in life.open_by if opener[0] != reader}
+        self.early = {key: when for key, when in self.early.items() if key[0] != reader}
         self.check(self.leases.reader_gone(reader), revoked={})
 
     @rule(rank=ranks)
@@ -174,7 +215,15 @@ class LeasesMachine(RuleBasedStateMachine):
             if not life.aborted and not life.expired and self.now >= life.expires:
                 life.expired = True
                 revoked[id(life)] = "LeaseExpired"
-        self.check(self.leases.tick(self.now), revoked)
+        actions = self.leases.tick(self.now)
+        for key in [key for key, when in self.early.items() if self.now >= when]:
+            del self.early[key]
+            refusal = next(
+                one for one in actions if isinstance(one, ToReader) and one.reader == key[0] and answers(one, key[1])
+            )
+            actions.remove(refusal)
+            self.judge(*key, [refusal])
+        self.check(actions, revoked)
 
     # What must come of it.
 
@@ -227,6 +276,7 @@ class LeasesMachine(RuleBasedStateMachine):
     @invariant()
     def the_timer_wakes_for_the_first_that_can_expire(self) -> None:
         waiting = [life.expires for life in self.lives.values() if not life.aborted and not life.expired]
+        waiting += self.early.values()
         assert self.leases.next_deadline() == (min(waiting) if waiting else None)
 
     def teardown(self) -> None:

@@ -1,7 +1,7 @@
 """What the scheduler half decides: values in, orders for the workers out. Knows nothing of vLLM's classes.
 
-`kv_transfer_params` keep the names and meaning that routers pass through for vLLM's own connectors. What is ours stands under
-one key of our own, `disagg`; a peer that lacks it is refused by name.
+`kv_transfer_params` keep the names and meaning that routers pass through for vLLM's own connectors. What is ours
+stands under one key of our own, `disagg`; a peer that lacks it is refused by name.
 """
 
 from __future__ import annotations
@@ -68,11 +68,13 @@ class SchedulerHalf:
     """The decisions of one engine.
 
     Args:
-        identity: this replica, asked for when the first request is handed over.
+        identity: this replica.
+        block_tokens: tokens of a block, per KV cache group.
         new_generation: makes a unique word for each hold.
     """
 
-    identity: Callable[[], Identity]
+    identity: Identity
+    block_tokens: Sequence[int]
     new_generation: Callable[[], str]
     _loads: list[LoadOrder] = field(default_factory=list)
     _holds: list[HoldOrder] = field(default_factory=list)
@@ -97,14 +99,18 @@ class SchedulerHalf:
         """Pages were allocated for a request; called a second time when an asynchronous load has ended.
 
         Args:
-            params: marked as used, so that the same request is never loaded twice (after a preemption it is recomputed).
-            external: tokens to load; 0 the second time.
-            blocks: block ids of the whole request, local prefix included.
+            params: marked as used, so that the same request is never loaded twice (after a preemption it is
+            recomputed). external: tokens to load; 0 the second time. blocks: block ids of the whole request, local
+            prefix included.
         """
         if not params or not params.get("do_remote_prefill"):
             return
         params["do_remote_prefill"] = False
-        self._loads.append(_load_order(request, params, prompt, prompt - external, blocks))
+        start = prompt - external
+        missing = [
+            ids[start // tokens :] if external else () for ids, tokens in zip(blocks, self.block_tokens, strict=True)
+        ]
+        self._loads.append(_load_order(request, params, prompt, start, missing))
         if external > 0:
             self._loading.add(request)
 
@@ -145,7 +151,7 @@ class SchedulerHalf:
         generation = self.new_generation()
         frozen = tuple(tuple(group) for group in blocks)
         self._holds.append(HoldOrder(request, generation, computed, frozen))
-        identity = self.identity()
+        identity = self.identity
         return True, {
             "do_remote_prefill": True,
             "do_remote_decode": False,

@@ -1,0 +1,227 @@
+"""vLLM's side: an external KV connector that only adapts. `--kv-transfer-config` names module and `DisaggConnector`.
+
+Settings come from `kv_connector_extra_config` (`socket`, `placement`) or from the pod's environment (`DISAGG_SOCKET`,
+`DISAGG_MOVER_PLACEMENT`), which is what the operator renders.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from uuid import uuid4
+
+import torch
+import vllm
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    SupportsHMA,
+)
+from vllm.v1.request import RequestStatus
+
+from disagg_agent.engine_client import EngineRank, Placement
+from disagg_agent.engines.vllm.decisions import Identity, Orders, SchedulerHalf
+from disagg_agent.engines.vllm.layout import TensorFacts, regions, tables
+from disagg_agent.engines.vllm.worker import Registration, WorkerHalf
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+log = logging.getLogger(__name__)
+
+_CONNECT_SECONDS = 30.0
+_COMPLETE = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
+
+
+@dataclass
+class DisaggMetadata(KVConnectorMetadata):
+    """What the scheduler tells every worker in a step."""
+
+    orders: Orders = field(default_factory=Orders)
+
+
+@dataclass(frozen=True)
+class _Memory:
+    address: int
+    size: int
+
+
+class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
+    """Prefill holds, decode loads, over the agent of the pod."""
+
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        extra = vllm_config.kv_transfer_config.kv_connector_extra_config
+        self._socket = Path(extra.get("socket") or os.environ["DISAGG_SOCKET"])
+        placement = extra.get("placement") or os.environ.get("DISAGG_MOVER_PLACEMENT", "agent")
+        self._placement: Placement = "engine" if placement == "engine" else "agent"
+        self._worker: WorkerHalf | None = None
+        if role == KVConnectorRole.SCHEDULER:
+            blocks = [group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups]
+            self._scheduler = SchedulerHalf(self._identity(), blocks, lambda: uuid4().hex)
+
+    # Scheduler.
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """See `KVConnectorBase_V1`."""
+        return self._scheduler.matched(request.kv_transfer_params, request.num_prompt_tokens, num_computed_tokens)
+
+    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        """See `KVConnectorBase_V1`."""
+        self._scheduler.allocated(
+            request.request_id,
+            request.kv_transfer_params,
+            request.num_prompt_tokens,
+            num_external_tokens,
+            blocks.get_block_ids(),
+        )
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        """See `KVConnectorBase_V1`."""
+        return DisaggMetadata(self._scheduler.orders())
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        """See `KVConnectorBase_V1`."""
+        self._scheduler.loaded(connector_output.finished_recving or ())
+
+    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """See `KVConnectorBase_V1`."""
+        return self.request_finished_all_groups(request, (block_ids,))
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """See `SupportsHMA`."""
+        return self._scheduler.finished(
+            request.request_id,
+            request.kv_transfer_params,
+            request.status in _COMPLETE,
+            request.num_computed_tokens,
+            block_ids,
+        )
+
+    # Worker.
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """Register the cache with the agent; what differs from the plan ends the engine with one sentence."""
+        connection = EngineRank(self._socket, _CONNECT_SECONDS)
+        plan = connection.loaded.plan
+        storages, facts = _facts(kv_caches)
+        fds: list[int] = []
+        if self._placement == "agent":
+            # Moves each storage into shared memory in place: every view of it, vLLM's own included, follows.
+            fds = [storage._share_fd_cpu_()[0] for storage in storages]
+            storages, facts = _facts(kv_caches)
+        registration = Registration(
+            rank=self._vllm_config.parallel_config.rank,
+            factors=self._factors(),
+            memory=[_Memory(storage.data_ptr(), storage.nbytes()) for storage in storages],
+            fds=fds,
+            regions=regions(plan, facts),
+            placement=self._placement,
+        )
+        groups = [group.layer_names for group in self._kv_cache_config.kv_cache_groups]
+        self._storages = storages
+        self._worker = WorkerHalf(connection, registration, tables(plan, groups))
+        log.info("registered rank %d with the agent at %s", registration.rank, self._socket)
+
+    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
+        """Pass this step's orders on; returns at once."""
+        metadata = self._get_connector_metadata()
+        if self._worker is not None and isinstance(metadata, DisaggMetadata):
+            self._worker.execute(metadata.orders)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing: loads end before their request is scheduled."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
+        """Nothing: pages are read where they are."""
+
+    def wait_for_save(self) -> None:
+        """Nothing, as above."""
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        """See `KVConnectorBase_V1`."""
+        if self._worker is None:
+            return KVConnectorTransferResults()
+        results = self._worker.results()
+        return KVConnectorTransferResults(results.sent, results.received, results.failed)
+
+    def shutdown(self) -> None:
+        """See `KVConnectorBase_V1`."""
+        if self._worker is not None:
+            self._worker.close()
+
+    # Both.
+
+    def _identity(self) -> Identity:
+        look = EngineRank(self._socket, _CONNECT_SECONDS)
+        welcome, plan = look.welcome, look.loaded.plan
+        look.close()
+        parallelism = look.loaded.side(welcome.role).parallelism
+        return Identity(
+            welcome.replica,
+            welcome.side_host,
+            welcome.side_port,
+            plan.digest,
+            parallelism.tensor,
+            parallelism.pipeline,
+        )
+
+    def _factors(self) -> dict[str, Any]:
+        """Compatibility factors as this engine has them, not as anybody declared them."""
+        model = self._vllm_config.model_config
+        cache = self._vllm_config.cache_config
+        served = model.served_model_name
+        dtype = str(model.dtype).removeprefix("torch.") if cache.cache_dtype == "auto" else cache.cache_dtype
+        factors = {
+            "model": served[0] if isinstance(served, list) else served or model.model,
+            "dtype": dtype,
+            "engine": "vllm",
+            "engineVersion": vllm.__version__.split("+")[0],
+            "blockTokens": cache.block_size,
+            "profile": f"vllm/{self._backend()}",
+            "layout": "HND",
+        }
+        if model.revision is not None:
+            factors["revision"] = model.revision
+        return factors
+
+    def _backend(self) -> str:
+        from vllm.config import get_layers_from_vllm_config
+        from vllm.model_executor.layers.attention import Attention
+
+        layers = get_layers_from_vllm_config(self._vllm_config, Attention)
+        names = sorted({layer.get_attn_backend().get_name() for layer in layers.values()})
+        return names[0] if len(names) == 1 else "+".join(names)
+
+
+def _facts(kv_caches: dict[str, torch.Tensor]) -> tuple[list[torch.UntypedStorage], list[TensorFacts]]:
+    """Storages in order of appearance, and each tensor as a view of one of them."""
+    storages: dict[int, torch.UntypedStorage] = {}
+    facts = []
+    for name, tensor in kv_caches.items():
+        storage = tensor.untyped_storage()
+        storages.setdefault(storage.data_ptr(), storage)
+        facts.append(
+            TensorFacts(
+                name,
+                list(storages).index(storage.data_ptr()),
+                tensor.data_ptr() - storage.data_ptr(),
+                tuple(tensor.shape),
+                tuple(tensor.stride()),
+                tensor.element_size(),
+            )
+        )
+    return list(storages.values()), facts
