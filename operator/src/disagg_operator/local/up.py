@@ -5,28 +5,36 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import os
 import shutil
 import tempfile
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 import aiohttp
 
 from disagg_operator.children import LOCAL, Object
-from disagg_operator.constants import AGENT_CONTAINER, ENGINE_CONTAINER, LABEL_ROLE
+from disagg_operator.constants import ENGINE_CONTAINER, LABEL_ROLE
 from disagg_operator.local.drive import Account, Driver, Endpoint, Outcome, Workload
+from disagg_operator.local.pods import (
+    answers,
+    apply_objects,
+    containers,
+    engine_socket,
+    log_level,
+    pair,
+    start_agent,
+    until,
+    write_pods,
+)
 from disagg_operator.local.processes import Container, LocalCluster, LocalError, Pod
 from disagg_operator.local.sizing import Sizes, keep_layers, size, too_large
 from disagg_operator.planning import deployment_geometry
 from disagg_operator.reconcile import Desired, Snapshot, reconcile
 from disagg_plan import wire
-
-_READY_SECONDS = 60.0
-_POLL_SECONDS = 0.02
 
 SYNTHETIC_ENGINE = "disagg-synthetic-engine"
 
@@ -123,82 +131,33 @@ async def _pods(
     cluster: LocalCluster, desired: Desired, sizes: Sizes, options: UpOptions, reporter: Reporter
 ) -> AsyncIterator[list[Pod]]:
     started = time.monotonic()
-    deployments: list[tuple[Pod, Object]] = []
-    for item in desired.objects:
-        path = cluster.apply_object(item)
-        if item["kind"] == "ConfigMap":
-            reporter.line(f"plan ConfigMap written to {path}")
-        else:
-            deployments += [(pod, item) for pod in cluster.create_pods(item)]
+    deployments = apply_objects(cluster, desired, reporter.line)
     pods = [pod for pod, _ in deployments]
     await asyncio.gather(*(_start_pod(cluster, pod, item, sizes, options) for pod, item in deployments))
-    await asyncio.gather(*(_wait_ready(pod) for pod in pods))
-    await _introduce(pods)
-    await asyncio.gather(*(_wait_paired(pod, pods) for pod in pods if pod.role == "decode"))
-    _write_pods(options.state, pods)
+    for pod in pods:
+        engine = pod.containers[ENGINE_CONTAINER]
+        await until(partial(answers, engine_socket(pod), "/health"), engine, f"engine of {pod.name} did not start")
+    await pair(pods)
+    write_pods(options.state, pods)
     reporter.line(f"{len(pods)} pods ready and paired in {time.monotonic() - started:.1f} s")
     yield pods
 
 
 async def _start_pod(cluster: LocalCluster, pod: Pod, deployment: Object, sizes: Sizes, options: UpOptions) -> None:
-    template = deployment["spec"]["template"]["spec"]
-    agent = next(item for item in template["initContainers"] if item["name"] == AGENT_CONTAINER)
-    engine = next(item for item in template["containers"] if item["name"] == ENGINE_CONTAINER)
-    level = {"DISAGG_LOG_LEVEL": os.environ.get("DISAGG_LOG_LEVEL", "warning")}
-    container = await cluster.start(pod, agent, level)
-    await _until(lambda: _answers(_agent_socket(pod), "/healthz"), container, f"agent of {pod.name} did not start")
+    agent, engine = containers(deployment)
+    await start_agent(cluster, pod, agent)
     # A real engine is an image that is not here: its pages, in the layout that it declares, are what counts.
     synthetic = {
         **{key: value for key, value in engine.items() if key in ("name", "env", "volumeMounts")},
         "command": [SYNTHETIC_ENGINE, "--seed", str(options.seed + len(pod.name))],
     }
     pages = {"DISAGG_ENGINE_PAGES": str(sizes.pages[deployment["metadata"]["labels"][LABEL_ROLE]])}
-    await cluster.start(pod, synthetic, {**level, **pages})
-
-
-async def _wait_ready(pod: Pod) -> None:
-    engine = pod.containers[ENGINE_CONTAINER]
-    await _until(lambda: _answers(_engine_socket(pod), "/health"), engine, f"engine of {pod.name} did not start")
-    agent = pod.containers[AGENT_CONTAINER]
-    await _until(lambda: _answers(_agent_socket(pod), "/readyz"), agent, f"agent of {pod.name} did not get ready")
-
-
-async def _introduce(pods: list[Pod]) -> None:
-    """Tell every agent of all agents, as the operator does on a cluster."""
-    peers = []
-    for pod in pods:
-        identity = await _get(_agent_socket(pod), "/identity")
-        peers.append({key: identity[key] for key in ("role", "replica", "host", "port")})
-    for pod in pods:
-        async with (
-            _session(_agent_socket(pod)) as session,
-            session.post("http://agent/peers", json={"peers": peers}) as answer,
-        ):
-            if answer.status != 200:
-                raise LocalError(f"pod {pod.name} refuses introductions: {await answer.text()}")
-
-
-async def _wait_paired(pod: Pod, pods: list[Pod]) -> None:
-    expected = sum(1 for other in pods if other.role == "prefill")
-    deadline = time.monotonic() + _READY_SECONDS
-    while True:
-        peers = [peer for peer in (await _get(_agent_socket(pod), "/peers"))["peers"] if peer["role"] == "prefill"]
-        refused = [peer for peer in peers if peer["state"] == "refused"]
-        if refused:
-            raise LocalError(
-                f"pod {pod.name} and {refused[0]['replica']}: {refused[0]['code']}: {refused[0]['message']}"
-            )
-        if sum(1 for peer in peers if peer["state"] == "ready") == expected:
-            return
-        if time.monotonic() > deadline:
-            states = [(peer["replica"], peer["state"], peer["code"], peer["message"]) for peer in peers]
-            raise LocalError(f"pod {pod.name} is not paired after {_READY_SECONDS:.0f} s: {states}")
-        await asyncio.sleep(_POLL_SECONDS)
+    await cluster.start(pod, synthetic, {**log_level(), **pages})
 
 
 async def _drive(pods: list[Pod], plan: wire.Plan, options: UpOptions, reporter: Reporter) -> Account:
     endpoints = {
-        role: [Endpoint(pod.name, _engine_socket(pod)) for pod in pods if pod.role == role]
+        role: [Endpoint(pod.name, engine_socket(pod)) for pod in pods if pod.role == role]
         for role in ("prefill", "decode")
     }
     driver = Driver(endpoints["prefill"], endpoints["decode"], reporter.advance)
@@ -232,59 +191,6 @@ async def _drive(pods: list[Pod], plan: wire.Plan, options: UpOptions, reporter:
 async def _watch(pod: Pod, container: Container, driver: Driver) -> None:
     code = await container.process.wait()
     driver.pod_died(pod.name, f"PodDied: container {container.name} of pod {pod.name} ended with {code}")
-
-
-async def _until(check: Any, container: Container, failure: str) -> None:
-    """Wait for a condition; fail at once if the process it waits for has ended."""
-    deadline = time.monotonic() + _READY_SECONDS
-    while not await check():
-        if container.process.returncode is not None:
-            raise LocalError(f"{failure}: it ended with {container.process.returncode}\n{container.tail()}")
-        if time.monotonic() > deadline:
-            raise LocalError(f"{failure} within {_READY_SECONDS:.0f} s\n{container.tail()}")
-        await asyncio.sleep(_POLL_SECONDS)
-
-
-async def _answers(socket: Path, path: str) -> bool:
-    try:
-        async with _session(socket) as session, session.get(f"http://pod{path}") as answer:
-            return answer.status == 200
-    except (aiohttp.ClientError, OSError):
-        return False
-
-
-async def _get(socket: Path, path: str) -> dict[str, Any]:
-    async with _session(socket) as session, session.get(f"http://pod{path}") as answer:
-        return dict(await answer.json())
-
-
-def _session(socket: Path) -> aiohttp.ClientSession:
-    return aiohttp.ClientSession(
-        connector=aiohttp.UnixConnector(path=str(socket)), timeout=aiohttp.ClientTimeout(total=10.0)
-    )
-
-
-def _agent_socket(pod: Pod) -> Path:
-    return pod.volumes["disagg-run"] / "agent-http.sock"
-
-
-def _engine_socket(pod: Pod) -> Path:
-    return pod.volumes["disagg-run"] / "engine-http.sock"
-
-
-def _write_pods(state: Path, pods: list[Pod]) -> None:
-    """Where the pods are, for whoever wants to look at them while they run."""
-    document = [
-        {
-            "name": pod.name,
-            "role": pod.role,
-            "agentHttp": str(_agent_socket(pod)),
-            "engineHttp": str(_engine_socket(pod)),
-            "pids": {container.name: container.pid for container in pod.containers.values()},
-        }
-        for pod in pods
-    ]
-    (state / "pods.json").write_text(json.dumps(document, indent=2) + "\n")
 
 
 def with_placement(snapshot: Snapshot, placement: str | None, protocol: str | None) -> Snapshot:
