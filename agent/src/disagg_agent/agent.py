@@ -109,7 +109,7 @@ class Agent:
             self._cards,
             ReaderEvents(
                 opened=lambda reader, message: self._run(self._leases.open(_now(), reader, message)),
-                done=lambda reader, message: self._run(self._leases.done(reader, message)),
+                done=lambda reader, message: self._run(self._leases.done(_now(), reader, message)),
                 gone=lambda reader: self._run(self._leases.reader_gone(reader)),
                 watch=self._watch,
                 handshake_failed=self._refused,

@@ -69,14 +69,15 @@ class Leases:
         completions: decode ranks whose `Done` frees each prefill rank (the plan's `completions`).
         seconds: length of a lease.
         grace: how long an `Open` for a request that is not held (yet) waits before it is refused: an engine answers
-            its client before its workers have asked for the hold, and decode may be faster than they are.
+            its client before its workers have asked for the hold, and decode may be faster than they are. A `Done`
+            waits as long, or what it gives up would stay held until the lease has run out.
     """
 
     def __init__(self, completions: Sequence[Iterable[int]], seconds: float, grace: float = 0.0) -> None:
         self._expected = [frozenset(ranks) for ranks in completions]
         self._seconds = seconds
         self._grace = grace
-        self._early: dict[tuple[Reader, int, int, str], tuple[float, Open]] = {}
+        self._early: dict[tuple[Reader, int, int, str, str], tuple[float, Open | Done]] = {}
         self._holds: dict[tuple[int, str], _Held] = {}
 
     def __len__(self) -> int:
@@ -90,14 +91,13 @@ class Leases:
             return [ToEngineRank(rank, Failed(message.request, "DuplicateHold", text, freed=False))]
         self._holds[key] = _Held(rank, message, now + self._seconds)
         held = ToEngineRank(rank, Held(message.request, message.generation, self._seconds))
-        return [held, *self._open_early(now, rank, message.request)]
+        return [held, *self._hear_early(now, rank, message.request)]
 
     def open(self, now: float, reader: Reader, message: Open) -> list[Action]:
         """A decode rank asks for the pages; refused unless both sides mean the same request, life and span."""
         held = self._holds.get((message.source, message.request))
         if held is None and self._grace > 0:
-            key = (reader, message.source, message.destination, message.request)
-            self._early[key] = (now + self._grace, message)
+            self._early[_early_key(reader, message)] = (now + self._grace, message)
             return []
         return self._open(now, reader, message, held)
 
@@ -145,10 +145,12 @@ class Leases:
             )
         return "", ""
 
-    def done(self, reader: Reader, message: Done) -> list[Action]:
+    def done(self, now: float, reader: Reader, message: Done) -> list[Action]:
         """A decode rank has finished with a source. Unknown, stale and repeated ones change nothing."""
-        self._early.pop((reader, message.source, message.destination, message.request), None)
         held = self._holds.get((message.source, message.request))
+        if held is None and self._grace > 0:
+            # In place of its own `Open`, if that still waits.
+            self._early[_early_key(reader, message)] = (now + self._grace, message)
         if held is None or held.hold.generation != message.generation:
             return []
         if message.destination not in self._expected[message.source]:
@@ -187,7 +189,8 @@ class Leases:
         actions: list[Action] = []
         for key in [key for key, (deadline, _) in self._early.items() if now >= deadline]:
             _, message = self._early.pop(key)
-            actions += self._open(now, key[0], message, None)
+            if isinstance(message, Open):
+                actions += self._open(now, key[0], message, None)
         for held in [held for held in self._holds.values() if held.state == "held" and now >= held.expires]:
             held.state = "expired"
             actions += self._revoke(held, "LeaseExpired", "the lease ran out")
@@ -199,12 +202,15 @@ class Leases:
         leases = [held.expires for held in self._holds.values() if held.state == "held"]
         return min([*leases, *(deadline for deadline, _ in self._early.values())], default=None)
 
-    def _open_early(self, now: float, rank: int, request: str) -> list[Action]:
-        """Answer those that asked before the hold was there."""
+    def _hear_early(self, now: float, rank: int, request: str) -> list[Action]:
+        """What was said before the hold was there, in the order in which it came."""
         actions: list[Action] = []
         for key in [key for key in self._early if (key[1], key[3]) == (rank, request)]:
             _, message = self._early.pop(key)
-            actions += self._open(now, key[0], message, self._holds[rank, request])
+            if isinstance(message, Open):
+                actions += self._open(now, key[0], message, self._holds.get((rank, request)))
+            else:
+                actions += self.done(now, key[0], message)
         return actions
 
     def _close(self, held: _Held, openers: set[tuple[Reader, int]]) -> list[Action]:
@@ -228,3 +234,7 @@ class Leases:
         self._holds.pop((held.rank, hold.request), None)
         reason = "completed" if complete else held.state
         return [ToEngineRank(held.rank, Released(hold.request, hold.generation, reason))]
+
+
+def _early_key(reader: Reader, message: Open | Done) -> tuple[Reader, int, int, str, str]:
+    return reader, message.source, message.destination, message.request, message.generation

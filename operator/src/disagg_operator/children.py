@@ -27,6 +27,7 @@ from disagg_operator.constants import (
     MANAGED_BY,
 )
 from disagg_operator.describe import text_summary
+from disagg_operator.engine_flags import engine_args
 from disagg_operator.types import DisaggDeployment
 from disagg_plan import canonical, wire
 
@@ -138,6 +139,9 @@ def pod_template(deployment: DisaggDeployment, plan: wire.Plan, role: RoleName, 
     )
     for container in pod["containers"]:
         if container["name"] == ENGINE_CONTAINER:
+            arguments = engine_args(spec, role)
+            if arguments:
+                container["args"] = [*(container.get("args") or []), *arguments]
             container.setdefault("env", []).extend([*_engine_env(deployment, plan, role, site), *fabric])
             container.setdefault("volumeMounts", []).append(mount)
     pod.setdefault("volumes", []).extend(

@@ -10,9 +10,10 @@ import asyncio
 import json
 import signal
 import sys
+from collections.abc import Coroutine
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn, TypeVar
 
 import typer
 
@@ -20,15 +21,17 @@ from disagg_operator.children import LOCAL, plan_config_map
 from disagg_operator.console import TerminalReporter, error, mapping_table, plain
 from disagg_operator.describe import figures, topology
 from disagg_operator.documents import UsageError, read_deployments
-from disagg_operator.local.drive import Account
 from disagg_operator.local.processes import LocalError
 from disagg_operator.local.up import UpOptions, up, with_placement
+from disagg_operator.local.vllm import VllmOptions, describe, up_vllm
 from disagg_operator.quantities import parse_bytes
 from disagg_operator.reconcile import Snapshot, reconcile
 from disagg_operator.yaml_text import dump
 from disagg_plan import wire
 from disagg_plan.errors import PlanError, ProofError, Refusal
 from disagg_plan.proof import prove
+
+Result = TypeVar("Result")
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -51,6 +54,13 @@ class Output(StrEnum):
 
     table = "table"
     json = "json"
+
+
+class EngineKind(StrEnum):
+    """Which engines local mode runs."""
+
+    synthetic = "synthetic"
+    vllm = "vllm"
 
 
 class Placement(StrEnum):
@@ -140,8 +150,14 @@ def verify(
 def run(
     file: File,
     name: Name = None,
+    engine: Annotated[
+        EngineKind,
+        typer.Option(help="synthetic: no model, every byte checked. vllm: real engines, every token compared."),
+    ] = EngineKind.synthetic,
     requests: Annotated[int, typer.Option(min=1, help="Requests to drive.")] = 64,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of the longest prompt.")] = 1024,
+    max_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Tokens of the longest prompt; default 1024, vllm 300.")
+    ] = None,
     concurrency: Annotated[int, typer.Option(min=1, help="Requests at once.")] = 4,
     max_memory: Annotated[
         str,
@@ -149,6 +165,10 @@ def run(
             help="Memory of all KV pools together; the model is cut to the layers that fit, and that is said."
         ),
     ] = "1Gi",
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="vllm: tokens that each answer has.")] = 16,
+    engine_arg: Annotated[
+        list[str] | None, typer.Option("--engine-arg", help="vllm: a further argument for every engine; repeatable.")
+    ] = None,
     layers: Annotated[int | None, typer.Option(min=1, help="Keep exactly this many layers of the model.")] = None,
     placement: Annotated[
         Placement | None, typer.Option(help="Where movers live; default: as the deployment says.")
@@ -169,19 +189,55 @@ def run(
     except ValueError as failure:
         _usage(f"--max-memory: {failure}")
     snapshot = with_placement(_read(file, name), placement, protocol)
+    where = (state or Path(".disagg") / snapshot.deployment.metadata.name).absolute()
+    reporter = TerminalReporter(to_stdout=output is Output.table)
+    if engine is EngineKind.vllm:
+        vllm_options = VllmOptions(
+            prompts=requests,
+            longest=max_tokens or 300,
+            generate=max_new_tokens,
+            concurrency=concurrency,
+            seed=seed,
+            state=where,
+            keep=keep,
+            arguments=tuple(engine_arg or ()),
+        )
+        compared = _run(up_vllm(snapshot, vllm_options, reporter))
+        if output is Output.json:
+            sys.stdout.write(json.dumps(compared.document()) + "\n")
+        else:
+            reporter.rows(describe(compared))
+        raise typer.Exit(0 if compared.good else 1)
     options = UpOptions(
         requests=requests,
-        longest=max_tokens,
+        longest=max_tokens or 1024,
         concurrency=concurrency,
         max_memory=memory,
         layers=layers,
         seed=seed,
-        state=(state or Path(".disagg") / snapshot.deployment.metadata.name).absolute(),
+        state=where,
         keep=keep,
     )
-    reporter = TerminalReporter(to_stdout=output is Output.table)
+    account = _run(up(snapshot, options, reporter))
+    if output is Output.json:
+        sys.stdout.write(json.dumps(account.document()) + "\n")
+    else:
+        reporter.account(account)
+    raise typer.Exit(0 if account.good else 1)
+
+
+def _run(work: Coroutine[Any, Any, Result]) -> Result:
+    """Run to the end, or to the exit code that says why not."""
+
+    async def interruptible() -> Result:
+        task = asyncio.current_task()
+        if task is not None:
+            # SIGINT is asyncio's own; a terminated run takes the same way out, so that it leaves no process either.
+            asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+        return await work
+
     try:
-        account = asyncio.run(_until_interrupted(snapshot, options, reporter))
+        return asyncio.run(interruptible())
     except (KeyboardInterrupt, asyncio.CancelledError):
         error("interrupted")
         raise typer.Exit(130) from None
@@ -190,19 +246,6 @@ def run(
     except LocalError as failure:
         error(str(failure))
         raise typer.Exit(1) from failure
-    if output is Output.json:
-        sys.stdout.write(json.dumps(account.document()) + "\n")
-    else:
-        reporter.account(account)
-    raise typer.Exit(0 if account.good else 1)
-
-
-async def _until_interrupted(snapshot: Snapshot, options: UpOptions, reporter: TerminalReporter) -> Account:
-    task = asyncio.current_task()
-    if task is not None:
-        # SIGINT is asyncio's own; a terminated run takes the same way out, so that it leaves no process either.
-        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
-    return await up(snapshot, options, reporter)
 
 
 def _read(file: Path, name: str | None) -> Snapshot:

@@ -112,7 +112,10 @@ class TerminalReporter:
         ]
         for code, count in sorted(document["failureReasons"].items()):
             rows.append(("failed", f"{count} x {code}"))
-        rows += [("problem", problem) for problem in account.problems]
+        self.rows(rows + [("problem", problem) for problem in account.problems])
+
+    def rows(self, rows: list[tuple[str, str]]) -> None:
+        """A summary, name and value a line."""
         width = max(len(name) for name, _ in rows)
         for name, value in rows:
             self.line(f"{name.ljust(width)}  {value}")

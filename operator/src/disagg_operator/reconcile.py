@@ -19,6 +19,7 @@ from disagg_operator.constants import (
     REASON_PROVEN,
 )
 from disagg_operator.describe import topology
+from disagg_operator.engine_flags import check_user_args
 from disagg_operator.planning import ConfigMaps, plan_deployment
 from disagg_operator.types import DisaggDeployment
 from disagg_plan import wire
@@ -58,6 +59,7 @@ def reconcile(snapshot: Snapshot, site: Site) -> Desired:
     """Decide what should exist for a deployment."""
     deployment = snapshot.deployment
     try:
+        check_user_args(deployment.spec)
         plan, _proof = plan_deployment(deployment.spec, snapshot.config_maps)
     except PlanError as error:
         return Desired((), _refused(deployment, error), None, error)

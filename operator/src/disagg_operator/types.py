@@ -82,11 +82,15 @@ class Model(Spec):
 
 
 class Engine(Spec):
-    """Engine, version and attention backend: together they choose the page layout."""
+    """Engine, version and attention backend: together they choose the page layout.
+
+    `loadFailurePolicy` says what the engine does with a request whose cache did not come: fail it, or compute it anew.
+    """
 
     name: Short
     version: Short
     backend: Short
+    load_failure_policy: Literal["fail", "recompute"] = "fail"
 
 
 class EngineOverride(Spec):

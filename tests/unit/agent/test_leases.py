@@ -87,7 +87,7 @@ def test_a_name_can_be_used_again_in_another_life(leases: Leases) -> None:
     message = open_()
     text = "request r is held as generation h, not g"
     assert leases.open(2.0, D, message) == [refused(D, message, "StaleGeneration", text)]
-    assert leases.done(D, done()) == []
+    assert leases.done(1.0, D, done()) == []
     assert leases.open(2.0, D, open_(generation="h"))[0] == ToMover(0, Serve(+1))
 
 
@@ -105,7 +105,7 @@ def test_opening_twice_answers_twice_and_serves_once(leases: Leases) -> None:
     leases.hold(0.0, 0, hold())
     leases.open(0.0, D, open_())
     assert leases.open(5.0, D, open_()) == [granted(D, 0, 25.0)]
-    assert leases.done(D, done()) == [ToMover(0, Serve(-1))]
+    assert leases.done(1.0, D, done()) == [ToMover(0, Serve(-1))]
 
 
 @pytest.mark.parametrize(
@@ -167,55 +167,55 @@ def test_a_hold_ends_when_every_expected_rank_is_done(leases: Leases) -> None:
     leases.hold(0.0, 0, hold())
     leases.open(0.0, D, open_(0))
     leases.open(0.0, D, open_(1))
-    assert leases.done(D, done(0)) == [ToMover(0, Serve(-1))]
-    assert leases.done(D, done(1)) == [ToMover(0, Serve(-1)), released("completed")]
+    assert leases.done(1.0, D, done(0)) == [ToMover(0, Serve(-1))]
+    assert leases.done(1.0, D, done(1)) == [ToMover(0, Serve(-1)), released("completed")]
     assert len(leases) == 0
     assert leases.next_deadline() is None
 
 
 def test_an_empty_load_completes_without_opening(leases: Leases) -> None:
     leases.hold(0.0, 0, hold())
-    assert leases.done(D, done(0)) == []
-    assert leases.done(D, done(1)) == [released("completed")]
+    assert leases.done(1.0, D, done(0)) == []
+    assert leases.done(1.0, D, done(1)) == [released("completed")]
 
 
 def test_a_source_that_nobody_reads_is_released_by_its_one_teller(leases: Leases) -> None:
     leases.hold(0.0, 2, hold())
-    assert leases.done(D, done(0, source=2)) == []
-    assert leases.done(D, done(1, source=2)) == [released("completed", rank=2)]
+    assert leases.done(1.0, D, done(0, source=2)) == []
+    assert leases.done(1.0, D, done(1, source=2)) == [released("completed", rank=2)]
 
 
 def test_a_duplicate_completion_counts_once(leases: Leases) -> None:
     leases.hold(0.0, 0, hold())
     leases.open(0.0, D, open_(0))
-    assert leases.done(D, done(0)) == [ToMover(0, Serve(-1))]
-    assert leases.done(D, done(0)) == []
-    assert leases.done(D, done(0)) == []
+    assert leases.done(1.0, D, done(0)) == [ToMover(0, Serve(-1))]
+    assert leases.done(1.0, D, done(0)) == []
+    assert leases.done(1.0, D, done(0)) == []
     assert len(leases) == 1
-    assert leases.done(D, done(1)) == [released("completed")]
-    assert leases.done(D, done(1)) == []
+    assert leases.done(1.0, D, done(1)) == [released("completed")]
+    assert leases.done(1.0, D, done(1)) == []
 
 
 def test_completions_of_two_replicas_do_not_add_up(leases: Leases) -> None:
     leases.hold(0.0, 0, hold())
-    assert leases.done(D, done(0)) == []
-    assert leases.done(E, done(1)) == []
+    assert leases.done(1.0, D, done(0)) == []
+    assert leases.done(1.0, E, done(1)) == []
     assert len(leases) == 1
-    assert leases.done(E, done(0)) == [released("completed")]
+    assert leases.done(1.0, E, done(0)) == [released("completed")]
 
 
 def test_completions_of_the_agents_of_one_replica_add_up(leases: Leases) -> None:
     leases.hold(0.0, 0, hold())
-    assert leases.done(Reader("decode-0", 1), done(0)) == []
-    assert leases.done(Reader("decode-0", 2), done(1)) == [released("completed")]
+    assert leases.done(1.0, Reader("decode-0", 1), done(0)) == []
+    assert leases.done(1.0, Reader("decode-0", 2), done(1)) == [released("completed")]
 
 
 def test_another_replica_that_still_reads_keeps_the_pages(leases: Leases) -> None:
     leases.hold(0.0, 0, hold())
     leases.open(0.0, E, open_(0))
-    assert leases.done(D, done(0)) == []
-    assert leases.done(D, done(1)) == []
-    assert leases.done(E, done(0)) == [ToMover(0, Serve(-1)), released("completed")]
+    assert leases.done(1.0, D, done(0)) == []
+    assert leases.done(1.0, D, done(1)) == []
+    assert leases.done(1.0, E, done(0)) == [ToMover(0, Serve(-1)), released("completed")]
 
 
 @pytest.mark.parametrize(
@@ -226,18 +226,18 @@ def test_another_replica_that_still_reads_keeps_the_pages(leases: Leases) -> Non
 def test_a_completion_that_means_nothing_changes_nothing(leases: Leases, message: Done) -> None:
     leases.hold(0.0, 0, hold())
     leases.open(0.0, D, open_(0))
-    assert leases.done(D, message) == []
-    assert leases.done(D, done(1)) == []
-    assert leases.done(D, done(0)) == [ToMover(0, Serve(-1)), released("completed")]
+    assert leases.done(1.0, D, message) == []
+    assert leases.done(1.0, D, done(1)) == []
+    assert leases.done(1.0, D, done(0)) == [ToMover(0, Serve(-1)), released("completed")]
 
 
 def test_a_completion_closes_only_what_its_own_connection_opened(leases: Leases) -> None:
     leases.hold(0.0, 0, hold())
     leases.open(0.0, D, open_(0))
     again = Reader("decode-0", 9)
-    assert leases.done(again, done(0)) == []
-    assert leases.done(again, done(1)) == []
-    assert leases.done(D, done(0)) == [ToMover(0, Serve(-1)), released("completed")]
+    assert leases.done(1.0, again, done(0)) == []
+    assert leases.done(1.0, again, done(1)) == []
+    assert leases.done(1.0, D, done(0)) == [ToMover(0, Serve(-1)), released("completed")]
 
 
 # Aborting.
@@ -263,16 +263,16 @@ def test_abort_tells_readers_and_waits_for_them(leases: Leases) -> None:
     assert leases.abort(0, "r") == []
     assert leases.tick(1000.0) == []
     assert leases.next_deadline() is None
-    assert leases.done(D, done(1)) == [ToMover(0, Serve(-1))]
-    assert leases.done(E, done(1)) == [ToMover(0, Serve(-1))]
-    assert leases.done(D, done(0)) == [ToMover(0, Serve(-1)), released("completed")]
+    assert leases.done(1.0, D, done(1)) == [ToMover(0, Serve(-1))]
+    assert leases.done(1.0, E, done(1)) == [ToMover(0, Serve(-1))]
+    assert leases.done(1.0, D, done(0)) == [ToMover(0, Serve(-1)), released("completed")]
 
 
 def test_an_abort_after_which_not_everybody_completes(leases: Leases) -> None:
     leases.hold(0.0, 0, hold())
     leases.open(0.0, D, open_(0))
     leases.abort(0, "r")
-    assert leases.done(D, done(0)) == [ToMover(0, Serve(-1)), released("aborted")]
+    assert leases.done(1.0, D, done(0)) == [ToMover(0, Serve(-1)), released("aborted")]
 
 
 # Readers and ranks that go.
@@ -308,9 +308,9 @@ def test_the_last_reader_that_goes_frees_what_has_ended(leases: Leases, reason: 
 
 def test_a_completion_survives_its_reader(leases: Leases) -> None:
     leases.hold(0.0, 0, hold())
-    leases.done(D, done(0))
+    leases.done(1.0, D, done(0))
     leases.reader_gone(D)
-    assert leases.done(Reader("decode-0", 8), done(1)) == [released("completed")]
+    assert leases.done(1.0, Reader("decode-0", 8), done(1)) == [released("completed")]
 
 
 def test_a_rank_that_goes_ends_its_holds_and_no_others(leases: Leases) -> None:
@@ -323,7 +323,7 @@ def test_a_rank_that_goes_ends_its_holds_and_no_others(leases: Leases) -> None:
     assert len(leases) == 1
     assert leases.rank_gone(0) == []
     # What was open died with the rank: nothing is counted down on the mover that comes next.
-    assert leases.done(D, done(0)) == []
+    assert leases.done(1.0, D, done(0)) == []
     assert leases.reader_gone(D) == []
     leases.hold(1.0, 0, hold(generation="h"))
     assert leases.open(1.0, D, open_(generation="h"))[0] == ToMover(0, Serve(+1))
@@ -351,7 +351,7 @@ def test_expiry_tells_readers_and_waits_for_them(leases: Leases) -> None:
     assert leases.tick(31.0) == []
     assert leases.next_deadline() is None
     assert leases.abort(0, "r") == [revoked(D, 1, "RequestAborted", "prefill aborted the request")]
-    assert leases.done(D, done(1)) == [ToMover(0, Serve(-1)), released("aborted")]
+    assert leases.done(1.0, D, done(1)) == [ToMover(0, Serve(-1)), released("aborted")]
 
 
 def test_one_tick_ends_all_that_is_over(leases: Leases) -> None:
@@ -403,12 +403,45 @@ def test_an_open_that_was_given_up_does_not_come_back(patient: Leases) -> None:
     patient.open(0.0, D, open_(0))
     patient.open(0.0, D, open_(1))
     patient.open(0.0, E, open_(0))
-    assert patient.done(D, done(0)) == []
+    assert patient.done(0.5, D, done(0)) == []
     assert patient.reader_gone(E) == []
     assert patient.hold(1.0, 0, hold()) == [
         ToEngineRank(0, Held("r", "g", 30.0)),
         ToMover(0, Serve(+1)),
         granted(D, 1, 30.0),
+    ]
+    # The one that gave up counts as done with the pages all the same.
+    assert patient.done(1.0, D, done(1)) == [ToMover(0, Serve(-1)), released("completed")]
+
+
+def test_completions_that_come_before_the_hold_end_it(patient: Leases) -> None:
+    """A decode replica that has everything cached is done before prefill's workers have begun."""
+    assert patient.done(0.0, D, done(0)) == []
+    assert patient.done(0.0, D, done(1, generation="old")) == []
+    assert patient.done(0.5, D, done(1)) == []
+    assert patient.hold(1.0, 0, hold()) == [ToEngineRank(0, Held("r", "g", 30.0)), released("completed")]
+    assert len(patient) == 0
+
+
+def test_a_completion_for_a_hold_that_never_comes_is_forgotten(patient: Leases) -> None:
+    patient.done(0.0, D, done(0))
+    patient.done(0.0, D, done(1))
+    assert patient.next_deadline() == 2.0
+    assert patient.tick(2.0) == []
+    assert patient.next_deadline() is None
+    assert patient.hold(3.0, 0, hold()) == [ToEngineRank(0, Held("r", "g", 30.0))]
+
+
+def test_opens_of_two_lives_wait_apart(patient: Leases) -> None:
+    old, new = open_(0, generation="old"), open_(0)
+    patient.open(0.0, D, old)
+    patient.open(0.0, D, new)
+    patient.done(0.0, D, done(0, generation="older"))
+    assert patient.hold(1.0, 0, hold()) == [
+        ToEngineRank(0, Held("r", "g", 30.0)),
+        refused(D, old, "StaleGeneration", "request r is held as generation g, not old"),
+        ToMover(0, Serve(+1)),
+        granted(D, 0, 30.0),
     ]
 
 

@@ -51,13 +51,18 @@ class Life:
         return any(done >= COMPLETIONS[self.rank] for done in self.done.values())
 
 
-def answers(action: Any, question: Open) -> bool:
+Key = tuple[Reader, int, int, str, str]
+
+
+def key_of(reader: Reader, message: Open | Done | Opened | OpenRefused) -> Key:
+    """Who means which pages of which life."""
+    return reader, message.source, message.destination, message.request, message.generation
+
+
+def answers(action: ToReader, reader: Reader, question: Open) -> bool:
     """Whether an action answers a question."""
     message = action.message
-    return isinstance(message, Opened | OpenRefused) and (
-        (message.request, message.generation, message.source, message.destination)
-        == (question.request, question.generation, question.source, question.destination)
-    )
+    return isinstance(message, Opened | OpenRefused) and key_of(action.reader, message) == key_of(reader, question)
 
 
 class LeasesMachine(RuleBasedStateMachine):
@@ -67,7 +72,7 @@ class LeasesMachine(RuleBasedStateMachine):
     def start(self, grace: float) -> None:
         self.leases = Leases(COMPLETIONS, LEASE, grace)
         self.grace = grace
-        self.early: dict[tuple[Reader, Open], float] = {}
+        self.early: dict[Key, tuple[float, Open | Done]] = {}
         self.now = 0.0
         self.lives: dict[tuple[int, str], Life] = {}
         self.serving = dict.fromkeys(RANKS, 0)
@@ -90,17 +95,16 @@ class LeasesMachine(RuleBasedStateMachine):
             assert action.message == Held(request, generation, LEASE)
             self.lives[rank, request] = Life(rank, message, self.now + LEASE)
             self.holds += 1
-            waiting = [key for key in self.early if (key[1].source, key[1].request) == (rank, request)]
-            while more:
-                count = 2 if isinstance(more[0], ToMover) else 1
-                reader, question = next(
-                    key for key in waiting if key[0] == more[count - 1].reader and answers(more[count - 1], key[1])
-                )
-                waiting.remove((reader, question))
-                del self.early[reader, question]
-                self.judge(reader, question, more[:count])
+            for key in [key for key in self.early if (key[1], key[3]) == (rank, request)]:
+                _, waiting = self.early.pop(key)
+                if isinstance(waiting, Open):
+                    count = 2 if isinstance(more[0], ToMover) else 1
+                    self.judge(key[0], waiting, more[:count])
+                else:
+                    count = self.finish(key[0], waiting)
+                    self.check(more[:count], revoked={})
                 more = more[count:]
-            assert not waiting, "who waited for this hold is answered now"
+            assert not more
 
     @rule(
         reader=readers,
@@ -115,25 +119,14 @@ class LeasesMachine(RuleBasedStateMachine):
         actions = self.leases.open(self.now, reader, message)
         if (rank, request) not in self.lives and self.grace:
             assert actions == []
-            self.forget(reader, message)
-            self.early[reader, message] = self.now + self.grace
+            self.early[key_of(reader, message)] = (self.now + self.grace, message)
         else:
             self.judge(reader, message, actions)
-
-    def forget(self, reader: Reader, message: Open | Done) -> None:
-        """A question is replaced by the next one for the same pages, and taken back by a completion."""
-        self.early = {
-            key: when
-            for key, when in self.early.items()
-            if (key[0], key[1].source, key[1].destination, key[1].request, key[1].generation)
-            != (reader, message.source, message.destination, message.request, message.generation)
-        }
 
     def judge(self, reader: Reader, message: Open, actions: list[Any]) -> None:
         answer = actions[-1]
         assert isinstance(answer, ToReader)
-        assert answer.reader == reader
-        assert answers(answer, message)
+        assert answers(answer, reader, message)
         rank, destination = message.source, message.destination
         life = self.lives.get((rank, message.request))
         if isinstance(answer.message, OpenRefused):
@@ -167,13 +160,26 @@ class LeasesMachine(RuleBasedStateMachine):
 
     @rule(reader=readers, rank=ranks, request=requests, generation=generations, destination=destinations)
     def done(self, reader: Reader, rank: int, request: str, generation: str, destination: int) -> None:
-        life = self.lives.get((rank, request))
-        if life is not None and life.hold.generation == generation and destination in COMPLETIONS[rank]:
-            life.open_by.discard((reader, destination))
-            life.done.setdefault(reader.replica, set()).add(destination)
         message = Done(request, generation, rank, destination)
-        self.forget(reader, message)
-        self.check(self.leases.done(reader, message), revoked={})
+        count = self.finish(reader, message)
+        actions = self.leases.done(self.now, reader, message)
+        assert len(actions) == count
+        self.check(actions, revoked={})
+
+    def finish(self, reader: Reader, message: Done) -> int:
+        """Enter a completion into the model; how many actions it must cause."""
+        life = self.lives.get((message.source, message.request))
+        if life is None:
+            if self.grace:
+                self.early[key_of(reader, message)] = (self.now + self.grace, message)
+            return 0
+        if life.hold.generation != message.generation or message.destination not in COMPLETIONS[message.source]:
+            return 0
+        opener = (reader, message.destination)
+        closed = opener in life.open_by
+        life.open_by.discard(opener)
+        life.done.setdefault(reader.replica, set()).add(message.destination)
+        return closed + (not life.open_by and (life.complete or life.aborted or life.expired))
 
     @rule(rank=ranks, request=requests)
     def abort(self, rank: int, request: str) -> None:
@@ -216,13 +222,12 @@ class LeasesMachine(RuleBasedStateMachine):
                 life.expired = True
                 revoked[id(life)] = "LeaseExpired"
         actions = self.leases.tick(self.now)
-        for key in [key for key, when in self.early.items() if self.now >= when]:
-            del self.early[key]
-            refusal = next(
-                one for one in actions if isinstance(one, ToReader) and one.reader == key[0] and answers(one, key[1])
-            )
-            actions.remove(refusal)
-            self.judge(*key, [refusal])
+        for key in [key for key, (when, _) in self.early.items() if self.now >= when]:
+            _, waiting = self.early.pop(key)
+            if isinstance(waiting, Open):
+                refusal = next(one for one in actions if isinstance(one, ToReader) and answers(one, key[0], waiting))
+                actions.remove(refusal)
+                self.judge(key[0], waiting, [refusal])
         self.check(actions, revoked)
 
     # What must come of it.
@@ -276,7 +281,7 @@ class LeasesMachine(RuleBasedStateMachine):
     @invariant()
     def the_timer_wakes_for_the_first_that_can_expire(self) -> None:
         waiting = [life.expires for life in self.lives.values() if not life.aborted and not life.expired]
-        waiting += self.early.values()
+        waiting += [when for when, _ in self.early.values()]
         assert self.leases.next_deadline() == (min(waiting) if waiting else None)
 
     def teardown(self) -> None:

@@ -76,7 +76,7 @@ class LocalCluster:
 
     def __init__(self, state: Path, scratch: Path) -> None:
         self._state = state
-        self._scratch = scratch
+        self.scratch = scratch
         self.pods: list[Pod] = []
 
     def apply_object(self, item: Object) -> Path:
@@ -98,7 +98,7 @@ class LocalCluster:
         made = []
         for number in range(deployment["spec"]["replicas"]):
             name = f"{deployment['metadata']['name']}-{number}"
-            folder = self._scratch / f"{len(self.pods)}"
+            folder = self.scratch / f"{len(self.pods)}"
             volumes: dict[str, Path] = {}
             for volume in template["spec"].get("volumes", []):
                 if "configMap" in volume:
