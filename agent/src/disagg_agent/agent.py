@@ -52,8 +52,8 @@ log = logging.getLogger(__name__)
 
 Role = Literal["prefill", "decode"]
 
-HOLD_GRACE_SECONDS = 1.0
-"""How long decode may be ahead of prefill's own workers: an engine step or two."""
+HOLD_GRACE_SECONDS = 10.0
+"""How long decode may be ahead of prefill's workers, which ask for a hold in the engine's next step: a long step."""
 
 
 @dataclass(frozen=True)

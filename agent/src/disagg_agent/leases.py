@@ -9,6 +9,7 @@ States of a hold: `held` -> (`aborted` | `expired`) while readers remain -> rele
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -48,6 +49,9 @@ class ToMover:
     message: Serve
 
 
+_REMEMBERED = 4096
+"""Ended holds whose end is remembered."""
+
 Action = ToEngineRank | ToReader | ToMover
 State = Literal["held", "aborted", "expired"]
 
@@ -78,6 +82,7 @@ class Leases:
         self._seconds = seconds
         self._grace = grace
         self._early: dict[tuple[Reader, int, int, str, str], tuple[float, Open | Done]] = {}
+        self._ended: OrderedDict[tuple[int, str, str], str] = OrderedDict()
         self._holds: dict[tuple[int, str], _Held] = {}
 
     def __len__(self) -> int:
@@ -96,7 +101,8 @@ class Leases:
     def open(self, now: float, reader: Reader, message: Open) -> list[Action]:
         """A decode rank asks for the pages; refused unless both sides mean the same request, life and span."""
         held = self._holds.get((message.source, message.request))
-        if held is None and self._grace > 0:
+        ended = (message.source, message.request, message.generation) in self._ended
+        if held is None and self._grace > 0 and not ended:
             self._early[_early_key(reader, message)] = (now + self._grace, message)
             return []
         return self._open(now, reader, message, held)
@@ -122,6 +128,9 @@ class Leases:
         return [*actions, ToReader(reader, answer)]
 
     def _judge(self, now: float, held: _Held | None, message: Open) -> tuple[str, str]:
+        ended = self._ended.get((message.source, message.request, message.generation))
+        if held is None and ended is not None:
+            return ended, f"request {message.request} is not held on prefill rank {message.source} any more"
         if held is None:
             return "UnknownRequest", f"request {message.request} is not held on prefill rank {message.source}"
         if held.hold.generation != message.generation:
@@ -148,7 +157,8 @@ class Leases:
     def done(self, now: float, reader: Reader, message: Done) -> list[Action]:
         """A decode rank has finished with a source. Unknown, stale and repeated ones change nothing."""
         held = self._holds.get((message.source, message.request))
-        if held is None and self._grace > 0:
+        ended = (message.source, message.request, message.generation) in self._ended
+        if held is None and self._grace > 0 and not ended:
             # In place of its own `Open`, if that still waits.
             self._early[_early_key(reader, message)] = (now + self._grace, message)
         if held is None or held.hold.generation != message.generation:
@@ -178,10 +188,16 @@ class Leases:
 
     def rank_gone(self, rank: int) -> list[Action]:
         """An engine rank is gone and its memory with it: every hold ends, every reader is told."""
+        text = f"the engine of prefill rank {rank} is gone"
         actions: list[Action] = []
         for held in [held for held in self._holds.values() if held.rank == rank]:
-            actions += self._revoke(held, "EngineGone", f"the engine of prefill rank {rank} is gone")
-            del self._holds[rank, held.hold.request]
+            actions += self._revoke(held, "EngineGone", text)
+            self._end(held, "EngineGone")
+        for key in [key for key in self._early if key[1] == rank]:
+            _, early = self._early.pop(key)
+            if isinstance(early, Open):
+                refusal = OpenRefused(early.request, early.generation, rank, early.destination, "EngineGone", text)
+                actions.append(ToReader(key[0], refusal))
         return actions
 
     def tick(self, now: float) -> list[Action]:
@@ -213,6 +229,13 @@ class Leases:
                 actions += self.done(now, key[0], message)
         return actions
 
+    def _end(self, held: _Held, code: str) -> None:
+        """Forget a hold, but not how it ended: whoever asks late is answered at once."""
+        del self._holds[held.rank, held.hold.request]
+        self._ended[held.rank, held.hold.request, held.hold.generation] = code
+        if len(self._ended) > _REMEMBERED:
+            self._ended.popitem(last=False)
+
     def _close(self, held: _Held, openers: set[tuple[Reader, int]]) -> list[Action]:
         closing = openers & held.open_by
         held.open_by -= closing
@@ -231,8 +254,8 @@ class Leases:
         complete = any(done >= self._expected[held.rank] for done in held.done.values())
         if held.open_by or not (complete or held.state != "held"):
             return []
-        self._holds.pop((held.rank, hold.request), None)
         reason = "completed" if complete else held.state
+        self._end(held, {"completed": "RequestCompleted", "aborted": "RequestAborted"}.get(reason, "LeaseExpired"))
         return [ToEngineRank(held.rank, Released(hold.request, hold.generation, reason))]
 
 

@@ -55,7 +55,7 @@ _SPIN_SECONDS = 0.002
 _NAP_SECONDS = 0.00005
 
 
-@dataclass
+@dataclass(eq=False)
 class _Link:
     """A connected source."""
 
@@ -71,7 +71,7 @@ class _Link:
 class _Stream:
     """What is still to be read from one source for one move."""
 
-    link: str
+    link: _Link
     pieces: deque[Piece]
     handle: Any = None
     in_flight: int = 0
@@ -101,7 +101,15 @@ class _ProbeRun:
 
 @dataclass
 class _State:
+    """What the mover's thread works on.
+
+    Attributes:
+        leaving: dropped links with something in flight. NIXL forgets their peers only when it has ended: asked about
+            a transfer whose peer it has forgotten, it reports an error while the data keeps landing.
+    """
+
     links: dict[str, _Link] = field(default_factory=dict)
+    leaving: list[_Link] = field(default_factory=list)
     moves: list[_Move] = field(default_factory=list)
     probes: list[_ProbeRun] = field(default_factory=list)
     serving: int = 0
@@ -223,14 +231,18 @@ class Mover:
             descriptors = build_edge(self._plan, edge, command.card.regions, self._regions)
             self._drop(command.link)
             self._port.connect(command.card.metadata, command.card.name)
-            self._state.links[command.link] = _Link(
-                source=command.source,
-                card=command.card,
-                edge=descriptors,
-                local=self._port.prepare(descriptors.dst_rows, None),
-                remote=self._port.prepare(descriptors.src_rows, command.card.name),
-                pool=_table_pages(self._plan, command.card.regions),
-            )
+            try:
+                self._state.links[command.link] = _Link(
+                    source=command.source,
+                    card=command.card,
+                    edge=descriptors,
+                    local=self._port.prepare(descriptors.dst_rows, None),
+                    remote=self._port.prepare(descriptors.src_rows, command.card.name),
+                    pool=_table_pages(self._plan, command.card.regions),
+                )
+            except MoverError:
+                self._forget(command.card.name)
+                raise
         except MoverError as error:
             self._emit(Connected(command.link, error.code, error.message))
             return
@@ -241,13 +253,27 @@ class Mover:
         if link is None:
             return
         for move in self._state.moves:
-            if any(stream.link == name for stream in move.streams):
+            if any(stream.link is link for stream in move.streams):
                 move.fail(MoverError("PeerGone", f"prefill rank {link.source} is no longer connected"))
+        self._state.leaving.append(link)
+        self._forget_leaving()
+
+    def _forget_leaving(self) -> None:
+        """Let NIXL forget the peers of dropped links that have nothing in flight any more."""
+        for link in list(self._state.leaving):
+            streams = (stream for move in self._state.moves for stream in move.streams)
+            if not any(stream.link is link and stream.handle is not None for stream in streams):
+                self._state.leaving.remove(link)
+                self._forget(link.card.name)
+
+    def _forget(self, peer: str) -> None:
+        if any(link.card.name == peer for link in (*self._state.links.values(), *self._state.leaving)):
+            return
         try:
-            self._port.disconnect(link.card.name)
+            self._port.disconnect(peer)
         except MoverError as error:
             # A peer that died first is already forgotten by NIXL; nothing is left to undo.
-            log.info("disconnect", extra={"peer": name, "code": error.code, "detail": error.message})
+            log.info("disconnect", extra={"peer": peer, "code": error.code, "detail": error.message})
 
     def _probe(self, command: Probe) -> None:
         link = self._state.links.get(command.link)
@@ -305,7 +331,7 @@ class Mover:
             )
             pairs = page_pairs(sub_tokens, src_ids, src_block, dst_ids, dst_block, command.start, command.tokens)
             found.append(indexes(rows, pairs))
-        return _Stream(source.link, deque(pieces(found)))
+        return _Stream(link, deque(pieces(found)))
 
     def _poll(self) -> None:
         changed = self._poll_probes()
@@ -325,6 +351,8 @@ class Mover:
                 )
             )
             changed = True
+        if changed and self._state.leaving:
+            self._forget_leaving()
         if self._state.serving:
             self._port.progress()
         if self._state.busy and not changed:
@@ -366,7 +394,7 @@ class Mover:
                 changed = True
             if stream.pieces:
                 piece = stream.pieces.popleft()
-                link = self._state.links[stream.link]
+                link = stream.link
                 stream.handle, ended = self._port.post("READ", link.local, piece.dst, link.remote, piece.src)
                 stream.in_flight = piece.bytes
                 if ended:

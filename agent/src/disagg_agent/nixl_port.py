@@ -33,13 +33,14 @@ class NixlPort:
     """
 
     def __init__(self, name: str, memory: Literal["DRAM", "VRAM"] = "DRAM") -> None:
-        # Imported here: the plan room, tests and tools use this package without NIXL installed.
-        from nixl._api import nixl_agent, nixl_agent_config
-
-        _quieten()
         self.name = name
         self._memory = memory
+        self._peers: set[str] = set()
         with _named("NixlUnavailable"):
+            # Imported here: the plan room, tests and tools use this package without NIXL installed.
+            from nixl._api import nixl_agent, nixl_agent_config
+
+            _quieten()
             self._agent = nixl_agent(name, nixl_agent_config(enable_prog_thread=False, backends=["UCX"]))
 
     def register(self, segments: Iterable[tuple[int, int]]) -> None:
@@ -49,7 +50,8 @@ class NixlPort:
 
     def metadata(self) -> bytes:
         """Connection info and memory keys of everything registered: a secret."""
-        return bytes(self._agent.get_agent_metadata())
+        with _named("MetadataFailed"):
+            return bytes(self._agent.get_agent_metadata())
 
     def connect(self, metadata: bytes, expected: str) -> None:
         """Load a peer's metadata. Blocks while UCX connects: call only for a peer that has just answered.
@@ -61,11 +63,14 @@ class NixlPort:
             name = self._agent.add_remote_agent(metadata)
         actual = name.decode() if isinstance(name, bytes) else str(name)
         if actual != expected:
-            self._agent.remove_remote_agent(actual)
+            if actual not in self._peers:
+                self._agent.remove_remote_agent(actual)
             raise MoverError("WrongName", f"metadata of {actual!r} came under the name {expected!r}")
+        self._peers.add(actual)
 
     def disconnect(self, name: str) -> None:
         """Forget a peer."""
+        self._peers.discard(name)
         with _named("DisconnectFailed"):
             self._agent.remove_remote_agent(name)
 
@@ -121,8 +126,10 @@ def _quieten() -> None:
 
 @contextmanager
 def _named(code: str) -> Iterator[None]:
-    # NIXL's exceptions all derive from RuntimeError; bad arguments surface as ValueError, TypeError or IndexError.
+    # NIXL's exceptions have no base of their own but `Exception`; bad arguments surface as ValueError or TypeError.
     try:
         yield
-    except (RuntimeError, ValueError, TypeError, IndexError) as error:
+    except MoverError:
+        raise
+    except Exception as error:
         raise MoverError(code, f"{type(error).__name__}: {error}") from error

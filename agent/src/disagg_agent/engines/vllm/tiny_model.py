@@ -43,9 +43,9 @@ def write_tiny_model(folder: Path, seed: int = 0) -> None:
     words = {f"w{number}": number for number in range(VOCABULARY)}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token="w1", eos_token="w2", unk_token="w0"
-    ).save_pretrained(folder)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="w1", eos_token="w2", unk_token="w0").save_pretrained(
+        folder
+    )
 
 
 if __name__ == "__main__":
