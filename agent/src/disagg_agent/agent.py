@@ -258,6 +258,9 @@ class Agent:
 
     def _run(self, actions: Iterable[leases.Action | loads.Action]) -> None:
         for action in actions:
+            if log.isEnabledFor(logging.DEBUG):
+                what = {"to": type(action).__name__, "what": type(action.message).__name__}
+                log.debug("action", extra={**what, **_keys(action)})
             match action:
                 case leases.ToEngineRank(rank, message) | loads.ToEngineRank(rank, message):
                     self._count(message)
@@ -334,6 +337,12 @@ class Agent:
 
     def _ranks_expected(self) -> int:
         return len(self.loaded.side(self.config.role).ranks)
+
+
+def _keys(action: leases.Action | loads.Action) -> dict[str, Any]:
+    """What a log line about an action can be found by; never pages, metadata or prompts."""
+    names = ("request", "generation", "source", "destination", "code")
+    return {name: getattr(action.message, name) for name in names if hasattr(action.message, name)}
 
 
 def _now() -> float:
