@@ -497,11 +497,11 @@ class Pair:
         )
 
 
-@pytest.fixture
-def stage() -> Iterator[Stage]:
-    """Everything that a test starts ends with it; an exception on the event loop fails the test."""
+@contextlib.contextmanager
+def opened_stage() -> Iterator[Stage]:
     # Paths of Unix sockets are short: pytest's folders may not be.
     folder = Path(tempfile.mkdtemp(prefix="dg-"))
+    before = set(threading.enumerate())
     threads = LoopThread()
     ends = contextlib.ExitStack()
     try:
@@ -510,8 +510,22 @@ def stage() -> Iterator[Stage]:
     finally:
         threads.close()
         shutil.rmtree(folder)
-    left = [one.name for one in threading.enumerate() if one.name.startswith(("mover-", "engine-rank-"))]
+    left = [one.name for one in set(threading.enumerate()) - before if one.name.startswith(("mover-", "engine-rank-"))]
     assert left == [], "threads outlive the test"
+
+
+@pytest.fixture
+def stage() -> Iterator[Stage]:
+    """Everything that a test starts ends with it; an exception on the event loop fails the test."""
+    with opened_stage() as stage:
+        yield stage
+
+
+@pytest.fixture(scope="module")
+def shared_stage() -> Iterator[Stage]:
+    """A stage for all tests of a module, for what they do not change."""
+    with opened_stage() as stage:
+        yield stage
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ import msgspec
 import pytest
 
 from disagg_agent.engines.synthetic.content import request_seed
+from disagg_agent.engines.synthetic.pool import POISON
 from disagg_agent.errors import MoverError
 from disagg_agent.messages import Cancel, Connect, Connected, Disconnect, Moved, MoveSource, Probe, Probed, Serve
 from disagg_agent.mover import Mover
@@ -167,18 +168,30 @@ WRONG_IDS = {
 }
 
 
-@pytest.fixture
-def connected(stage: Any, small: Any) -> Any:
+def connect(stage: Any, build: Any) -> Any:
     """Connected movers whose source holds a request of 48 tokens; both pools have 20 pages."""
-    movers = stage.movers(small, source_pages=20)
+    movers = stage.movers(build.deployment(build.heads(4, layers=2), 2, 4).plan(), source_pages=20)
     movers.connect()
     movers.fill("first", SRC, 48)
     return movers
 
 
+@pytest.fixture
+def connected(stage: Any, build: Any) -> Any:
+    """Movers that a test may spoil."""
+    return connect(stage, build)
+
+
+@pytest.fixture(scope="module")
+def shared(shared_stage: Any, build: Any) -> Any:
+    """Movers for tests that are refused."""
+    return connect(shared_stage, build)
+
+
 def refuses(movers: Any, message: Any, code: str, *parts: str) -> None:
     """Decode rank 1 answers with a code, nothing is read, and a right move still works."""
     one = movers.decode[1]
+    one.pool.segment.bytes.fill(POISON)
     moved = one.ask(message, Moved)
     assert (moved.id, moved.code, moved.bytes) == (message.id, code, 0)
     for part in parts:
@@ -189,27 +202,25 @@ def refuses(movers: Any, message: Any, code: str, *parts: str) -> None:
 
 @pytest.mark.parametrize(("ids", "code"), WRONG_IDS.values(), ids=WRONG_IDS)
 @pytest.mark.parametrize("side", ["prefill rank 0", "decode rank 1"])
-def test_page_ids_that_are_wrong(connected: Any, pages: Any, side: str, ids: list[int], code: str) -> None:
-    message = connected.move(1, "bad", 48, 0, SRC, DST)
+def test_page_ids_that_are_wrong(shared: Any, pages: Any, side: str, ids: list[int], code: str) -> None:
+    message = shared.move(1, "bad", 48, 0, SRC, DST)
     change = source_pages if side.startswith("prefill") else destination_pages
-    refuses(connected, change(message, pages({"attention": ids})), code, f"{side} table attention")
+    refuses(shared, change(message, pages({"attention": ids})), code, f"{side} table attention")
 
 
 @pytest.mark.parametrize("change", [source_pages, destination_pages])
 @pytest.mark.parametrize("blocks", [{}, {"window": b""}, {"attention": b"abc"}], ids=["no", "another", "a torn"])
-def test_a_table_that_is_missing_or_torn(connected: Any, change: Any, blocks: Any) -> None:
-    refuses(connected, change(connected.move(1, "bad", 48, 0, SRC, DST), blocks), "BadPages")
+def test_a_table_that_is_missing_or_torn(shared: Any, change: Any, blocks: Any) -> None:
+    refuses(shared, change(shared.move(1, "bad", 48, 0, SRC, DST), blocks), "BadPages")
 
 
-def test_a_start_inside_a_block(connected: Any) -> None:
-    refuses(connected, connected.move(1, "bad", 48, 8, SRC, DST), "UnalignedStart", "position 8")
+def test_a_start_inside_a_block(shared: Any) -> None:
+    refuses(shared, shared.move(1, "bad", 48, 8, SRC, DST), "UnalignedStart", "position 8")
 
 
-def test_a_source_that_is_not_connected(connected: Any, pages: Any) -> None:
-    message = connected.move(1, "bad", 48, 0, SRC, DST)
-    refuses(
-        connected, replace(message, sources=[MoveSource("prefill-9/p0", pages(SRC))]), "NotConnected", "prefill-9/p0"
-    )
+def test_a_source_that_is_not_connected(shared: Any, pages: Any) -> None:
+    message = shared.move(1, "bad", 48, 0, SRC, DST)
+    refuses(shared, replace(message, sources=[MoveSource("prefill-9/p0", pages(SRC))]), "NotConnected", "prefill-9/p0")
 
 
 def test_one_wrong_source_keeps_all_from_moving(stage: Any, build: Any, pages: Any) -> None:
@@ -333,7 +344,7 @@ def test_a_link_can_be_connected_anew_without_being_dropped(connected: Any, arra
     assert one.pool.verify(request_seed("second"), arrays(DST), 48)[1] == 0
 
 
-def test_a_source_that_is_gone_is_named(connected: Any) -> None:
+def test_a_source_that_is_gone_is_named(tcp_only: None, connected: Any) -> None:
     connected.prefill[0].mover.close()
     one = connected.decode[0]
     moved = one.ask(connected.move(0, "m", 48, 0, SRC, DST), Moved)
@@ -417,8 +428,9 @@ def test_a_source_that_dies_ends_what_is_in_flight(in_flight: Any) -> None:
 def test_a_mover_can_be_closed_with_something_in_flight(in_flight: Any) -> None:
     # The source must not serve it afterwards: NIXL 1.5.1 over TCP ends a process that answers a reader that is gone.
     (one,) = in_flight.decode
+    before = set(threading.enumerate())
     one.mover.close()
-    assert not any(thread.name == "mover-decode-0" for thread in threading.enumerate())
+    assert [thread.name for thread in before - set(threading.enumerate())] == ["mover-decode-0"]
     then = one.pool.segment.bytes.copy()
     one.events.none_for(0.3)
     assert (one.pool.segment.bytes == then).all()

@@ -14,7 +14,7 @@ from disagg_agent.messages import RegionDeclaration
 from disagg_plan.ranges import parse_ranges
 from disagg_plan.wire import Plan
 
-_LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)(?:\.|$)")
+_LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)(?=\.|$)")
 
 
 @dataclass(frozen=True)
