@@ -310,6 +310,7 @@ class EngineWorker:
         self.rank = rank
         self.placement = placement
         self.inbox, self.lost = Inbox(), Inbox()
+        self._closed = False
         self.client = EngineRank(agent.config.socket, SECONDS)
         loaded = self.client.loaded
         self.pool = RankPool(loaded.side(self.client.welcome.role), rank, count, tables_of(loaded.plan))
@@ -332,7 +333,8 @@ class EngineWorker:
 
     def close(self) -> None:
         self.client.close()
-        with contextlib.suppress(OSError):
+        if not self._closed:
+            self._closed = True
             os.close(self.pool.fd)
 
 

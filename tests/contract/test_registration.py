@@ -16,7 +16,20 @@ import pytest
 from disagg_agent.engine_client import EngineRank
 from disagg_agent.errors import AgentError, RegistrationRefused
 from disagg_agent.frames import Codec, send_with_fds
-from disagg_agent.messages import PROTOCOL, Abort, Freed, Held, Hold, Refused, Register, Registered, ToEngine, Welcome
+from disagg_agent.messages import (
+    PROTOCOL,
+    Abort,
+    Freed,
+    Held,
+    Hold,
+    Load,
+    Refused,
+    Register,
+    Registered,
+    SourceRef,
+    ToEngine,
+    Welcome,
+)
 from disagg_agent.plan_loader import LoadedPlan, check_plan
 from disagg_agent.segments import create_segment
 from disagg_plan import wire
@@ -422,8 +435,6 @@ def test_roles_keep_to_their_own_messages(stage: Any, prefill: Any, decode: Any)
     destination.client.hold(Hold("r", "g", 1, {}))
     failed = destination.inbox.get()
     assert (failed.request, failed.code, failed.freed) == ("r", "WrongRole", True)
-    from disagg_agent.messages import Load, SourceRef
-
     source.client.load(Load("r", SourceRef("p", "s", "g", "h", 1), 1, 0, {}))
     failed = source.inbox.get()
     assert (failed.request, failed.code, failed.freed) == ("r", "WrongRole", True)

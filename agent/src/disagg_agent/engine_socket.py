@@ -246,11 +246,13 @@ class EngineSocket:
         if rank in self.sessions:
             return RegistrationRefused("RankTaken", f"rank {rank} is registered already and its connection is alive")
         for other in self.sessions.values():
-            if other.pool != session.pool:
-                return RegistrationRefused(
-                    "UnequalPools",
-                    f"rank {rank} has {dict(session.pool.pages)} pages, rank {other.rank} {dict(other.pool.pages)}",
-                )
+            for table in sorted(session.pool.pages.keys() & other.pool.pages.keys()):
+                ours, theirs = session.pool.pages[table], other.pool.pages[table]
+                if ours != theirs:
+                    return RegistrationRefused(
+                        "UnequalPools",
+                        f"rank {rank} has {ours} pages in table {table}, rank {other.rank} has {theirs}",
+                    )
         return None
 
     def _begin(self, sock: socket.socket) -> _Handshake | None:
@@ -276,7 +278,11 @@ class EngineSocket:
             close_all(fds)
             if message.mover is None:
                 raise RegistrationRefused("NoMover", "placement engine registers without a mover")
-            check_card(self._loaded, self._role, RankCard(message.rank, message.factors, message.mover))
+            moved = check_card(self._loaded, self._role, RankCard(message.rank, message.factors, message.mover))
+            if moved != pool:
+                raise RegistrationRefused(
+                    "UnequalPools", f"the mover has {dict(moved.pages)} pages, {dict(pool.pages)} are registered"
+                )
             return _Handshake(message, pool, message.mover, None, [])
         segments = map_segments(fds, message.segments)
         mover = Mover(

@@ -113,7 +113,9 @@ def send_with_fds(sock: socket.socket, frame: bytes, fds: list[int]) -> None:
         raise FrameError("TooManyDescriptors", f"{len(fds)} file descriptors on one frame, at most {MAX_FDS}")
     rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
     sent = sock.sendmsg([frame], rights)
-    sock.sendall(frame[sent:])
+    if sent < len(frame):
+        # Not for nothing: even an empty send fails once the receiver has answered and closed.
+        sock.sendall(frame[sent:])
 
 
 def close_all(fds: list[int]) -> None:

@@ -66,6 +66,11 @@ def test_registered_regions_are_those_of_the_plan(plan: wire.Plan, tensors: list
     assert pool.pages == {"attention": PAGES}
 
 
+def register(plan: wire.Plan, tensors: list[TensorFacts]) -> None:
+    message = Register(1, 1, expected_factors(plan, "decode"), "agent", [4 * PAGES * PAGE], regions(plan, tensors))
+    check_registration(check_plan(wire.encode(plan), None), "decode", message)
+
+
 @pytest.mark.parametrize(
     ("change", "code", "said"),
     [
@@ -82,16 +87,14 @@ def test_what_differs_from_the_plan_is_refused_with_both_values(
     if "shape" in change:
         wrong[0] = replace(wrong[0], strides=(HEADS * BLOCK * 2 * HEAD, BLOCK * 2 * HEAD + 1, 2 * HEAD, 1))
     with pytest.raises(RegistrationRefused) as refused:
-        message = Register(1, 1, expected_factors(plan, "decode"), "agent", [4 * PAGES * PAGE], regions(plan, wrong))
-        check_registration(check_plan(wire.encode(plan), None), "decode", message)
+        register(plan, wrong)
     assert refused.value.code == code
     assert said in refused.value.message
 
 
 def test_a_missing_layer_is_refused(plan: wire.Plan, tensors: list[TensorFacts]) -> None:
-    message = Register(1, 1, expected_factors(plan, "decode"), "agent", [4 * PAGES * PAGE], regions(plan, tensors[1:]))
     with pytest.raises(RegistrationRefused) as refused:
-        check_registration(check_plan(wire.encode(plan), None), "decode", message)
+        register(plan, tensors[1:])
     assert (refused.value.code, "layer 2" in refused.value.message) == ("MissingRegion", True)
 
 
