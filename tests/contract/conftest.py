@@ -435,6 +435,37 @@ class ScriptedPrefill:
         self.listener.close()
 
 
+class ScriptedDecode:
+    """A decode agent of our own making, connected to a prefill agent."""
+
+    def __init__(
+        self, agent: RunningAgent, pod: str = "scripted", replica: str = "decode-9", greet: bool = True
+    ) -> None:
+        self.codec: Codec[SideChannel] = Codec(SideChannel)
+        self.sock = socket.create_connection(("127.0.0.1", agent.port), SECONDS)
+        plan = agent.loaded.plan
+        self.hello = Hello(PROTOCOL, "decode", replica, pod, "life", plan.digest, plan.compat.digest)
+        if greet:
+            self.say(self.hello)
+            assert isinstance(self.hear(), Hello)
+
+    def say(self, message: Any) -> None:
+        self.sock.sendall(self.codec.encode(message))
+
+    def hear(self, wanted: type | None = None) -> Any:
+        """The next message, or the next of a type; None at the end."""
+        while True:
+            try:
+                message, _ = self.codec.receive(self.sock)
+            except ConnectionResetError:
+                return None
+            if wanted is None or message is None or isinstance(message, wanted):
+                return message
+
+    def close(self) -> None:
+        self.sock.close()
+
+
 @dataclass
 class Stage:
     """Starts things and ends them all, last one first."""
@@ -474,6 +505,11 @@ class Stage:
         self._ends.callback(peer.close)
         return peer
 
+    def scripted_decode(self, agent: RunningAgent, **options: Any) -> ScriptedDecode:
+        peer = ScriptedDecode(agent, **options)
+        self._ends.callback(peer.close)
+        return peer
+
     def pair(self, plan: wire.Plan, placement: str = "agent", **config: Any) -> Pair:
         """A prefill and a decode agent with their engines, introduced and ready."""
         loaded = check_plan(wire.encode(plan), None)
@@ -482,6 +518,15 @@ class Stage:
         decode.introduce(prefill)
         decode.ready_for()
         return pair
+
+    def decode_of(self, movers: Movers, **options: Any) -> tuple[ScriptedPrefill, RunningAgent, Engine]:
+        """A scripted prefill agent with these movers, and a decode agent with its engine that was introduced to it."""
+        peer = self.scripted(movers)
+        decode = self.agent("decode", movers.loaded, **options)
+        engine = self.engine(decode, 20)
+        address = Address("127.0.0.1", peer.port)
+        self.threads.call(lambda: decode.agent.introduce([("prefill", peer.replica, address)]))
+        return peer, decode, engine
 
 
 @dataclass

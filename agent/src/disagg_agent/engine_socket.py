@@ -51,6 +51,7 @@ REGISTER_SECONDS = 120.0
 """Time that an engine has between `Welcome` and `Register`: it may allocate its cache in between."""
 
 _MAX_BUFFERED = 64 << 20
+_CLOSE_SECONDS = 1.0
 
 
 class MoverPort(Protocol):
@@ -127,8 +128,10 @@ class RankSession:
             await asyncio.to_thread(self._local.close)
         self._segments.clear()
         self._writer.close()
-        with contextlib.suppress(OSError):
-            await self._writer.wait_closed()
+        with contextlib.suppress(OSError, TimeoutError):
+            async with asyncio.timeout(_CLOSE_SECONDS):
+                await self._writer.wait_closed()
+        self._writer.transport.abort()
 
 
 @dataclass(frozen=True)
@@ -169,13 +172,16 @@ class EngineSocket:
 
     async def serve(self) -> None:
         """Listen until cancelled."""
-        self._path.unlink(missing_ok=True)
         self._loop = asyncio.get_running_loop()
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
-            listener.bind(os.fspath(self._path))
-            os.chmod(self._path, 0o660)
+            # Made beside its place: an engine that sees the path can connect to it.
+            unfinished = self._path.with_name(self._path.name + "~")
+            unfinished.unlink(missing_ok=True)
+            listener.bind(os.fspath(unfinished))
+            unfinished.chmod(0o660)
             listener.listen(64)
             listener.setblocking(False)
+            unfinished.replace(self._path)
             try:
                 while True:
                     sock, _ = await self._loop.sock_accept(listener)
@@ -190,19 +196,27 @@ class EngineSocket:
                 self._handshakes.shutdown(wait=False)
 
     async def _connection(self, sock: socket.socket) -> None:
+        begun = self._loop.run_in_executor(self._handshakes, self._begin, sock)
         try:
-            handshake = await self._loop.run_in_executor(self._handshakes, self._begin, sock)
+            await asyncio.wait({begun})
         except asyncio.CancelledError:
             # The worker thread sits in a blocking receive; without this the agent could not exit before its timeout.
             with contextlib.suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)
+            with contextlib.suppress(AgentError, OSError):
+                await _to_the_end(self._loop.create_task(_undo(begun)))
+            sock.close()
             raise
+        try:
+            handshake = begun.result()
         except (AgentError, OSError) as error:
             refusal = error if isinstance(error, AgentError) else FrameError("EngineSocket", str(error))
             log.warning("registration refused", extra={"code": refusal.code, "detail": refusal.message})
             self._events.registration_refused(refusal)
+            # An engine that reads nothing is not waited for: this is the event loop.
+            sock.setblocking(False)
             with contextlib.suppress(OSError):
-                sock.sendall(self._codec.encode(Refused(refusal.code, refusal.message[:4096])))
+                sock.sendall(self._codec.encode(Refused(refusal.code, refusal.message)))
             sock.close()
             return
         if handshake is None:
@@ -214,7 +228,7 @@ class EngineSocket:
         try:
             await self._session(session, reader)
         finally:
-            await session.close()
+            await _to_the_end(self._loop.create_task(session.close()))
 
     async def _session(self, session: RankSession, reader: asyncio.StreamReader) -> None:
         refusal = self._judge(session)
@@ -304,3 +318,23 @@ class EngineSocket:
         # A loop that is closing takes no more calls; then nobody is left to hear of the event either.
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(deliver)
+
+
+async def _undo(begun: asyncio.Future[_Handshake | None]) -> None:
+    """End the mover of a handshake that nobody waits for any more."""
+    handshake = await begun
+    if handshake is not None and handshake.mover is not None:
+        await asyncio.to_thread(handshake.mover.close)
+
+
+async def _to_the_end(task: asyncio.Task[None]) -> None:
+    """Wait for a task although we are cancelled: a mover that is not closed would outlive its agent."""
+    cancelled: asyncio.CancelledError | None = None
+    while not task.done():
+        try:
+            await asyncio.wait({task})
+        except asyncio.CancelledError as error:
+            cancelled = error
+    task.result()
+    if cancelled is not None:
+        raise cancelled

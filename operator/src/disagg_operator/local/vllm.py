@@ -1,4 +1,4 @@
-"""`disagg up --engine vllm`: the same pods with real engines, vLLM's own router, and a single engine to compare with."""
+"""`disagg up --engine vllm`: the same pods with real engines, vLLM's own router, and a single engine beside."""
 
 from __future__ import annotations
 

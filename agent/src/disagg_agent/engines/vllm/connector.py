@@ -89,7 +89,7 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """See `KVConnectorBase_V1`."""
-        return DisaggMetadata(self._scheduler.orders())
+        return DisaggMetadata(self._scheduler.orders(idle=scheduler_output.total_num_scheduled_tokens == 0))
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """See `KVConnectorBase_V1`."""
@@ -155,7 +155,8 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
         """See `KVConnectorBase_V1`."""
         if self._worker is None:
             return KVConnectorTransferResults()
-        results = self._worker.results()
+        metadata = self._connector_metadata
+        results = self._worker.results(isinstance(metadata, DisaggMetadata) and metadata.orders.idle)
         return KVConnectorTransferResults(results.sent, results.received, results.failed)
 
     def shutdown(self) -> None:

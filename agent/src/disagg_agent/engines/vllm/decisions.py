@@ -44,11 +44,12 @@ class HoldOrder:
 
 @dataclass(frozen=True)
 class Orders:
-    """What every worker does in one step."""
+    """What every worker does in one step; `idle` if that step computes nothing."""
 
     loads: tuple[LoadOrder, ...] = ()
     holds: tuple[HoldOrder, ...] = ()
     aborts: tuple[str, ...] = ()
+    idle: bool = False
 
 
 @dataclass(frozen=True)
@@ -167,9 +168,9 @@ class SchedulerHalf:
             OWN_KEY: {"generation": generation, "plan": identity.plan},
         }
 
-    def orders(self) -> Orders:
-        """Everything decided since the last call."""
-        orders = Orders(tuple(self._loads), tuple(self._holds), tuple(self._aborts))
+    def orders(self, idle: bool = False) -> Orders:
+        """Everything decided since the last call, for a step that computes something unless `idle`."""
+        orders = Orders(tuple(self._loads), tuple(self._holds), tuple(self._aborts), idle)
         self._loads, self._holds, self._aborts = [], [], []
         return orders
 

@@ -1,6 +1,8 @@
 """What a worker does: registers its cache with the agent, passes orders on, and collects what came of them.
 
-A step only sends messages and reads what has arrived; nothing here waits for a transfer.
+A step only sends messages and reads what has arrived; nothing here waits for a transfer. A step that computes
+nothing, taken only because a transfer is on its way, may nap until a message comes: the engine would spin through
+such steps otherwise.
 """
 
 from __future__ import annotations
@@ -31,6 +33,9 @@ from disagg_agent.segments import Memory
 from disagg_plan.wire import Plan
 
 log = logging.getLogger(__name__)
+
+NAP_SECONDS = 0.005
+"""Longest nap in a step that computes nothing; what a new request may have to wait."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +71,7 @@ class WorkerHalf:
     def __init__(self, connection: EngineRank, registration: Registration, tables: Sequence[str]) -> None:
         self._connection = connection
         self._tables = tables
-        self._lock = threading.Lock()
+        self._lock = threading.Condition()
         self._results = Results()
         self._loading: dict[str, str] = {}
         self._held: dict[str, str] = {}
@@ -97,9 +102,15 @@ class WorkerHalf:
         for request in orders.aborts:
             self._connection.abort(request)
 
-    def results(self) -> Results:
-        """What ended since the last call."""
+    def results(self, idle: bool) -> Results:
+        """What ended since the last call.
+
+        Args:
+            idle: the step computes nothing, so it may wait a moment for a transfer that it was taken for.
+        """
         with self._lock:
+            if idle and (self._loading or self._held) and self._results == Results():
+                self._lock.wait(NAP_SECONDS)
             results, self._results = self._results, Results()
         return results
 
@@ -137,6 +148,7 @@ class WorkerHalf:
 
     def _on_message(self, message: EngineMessage) -> None:
         with self._lock:
+            self._lock.notify_all()
             match message:
                 case Held():
                     return
