@@ -478,9 +478,8 @@ class Stage:
         self, role: Role, loaded: LoadedPlan, pod: str | None = None, replica: str | None = None, **config: Any
     ) -> RunningAgent:
         name = pod or f"{role}-0"
-        settings = AgentConfig(
-            role, name, replica or f"{role}-0", self.folder / f"{name}.sock", "127.0.0.1", 0, **config
-        )
+        place = {"socket": self.folder / f"{name}.sock", "host": "127.0.0.1", "port": 0}
+        settings = AgentConfig(role=role, pod=name, replica=replica or f"{role}-0", **{**place, **config})
         agent = RunningAgent(self.threads, loaded, self.folder, settings)
         self._ends.callback(agent.stop)
         return agent

@@ -257,7 +257,7 @@ def test_introductions_that_are_wrong_are_refused_whole(stage: Any, build: Any, 
 
 
 def test_metrics_count_what_happened(stage: Any, build: Any) -> None:
-    pair = stage.pair(plan_of(build, 1, 1))
+    pair = stage.pair(plan_of(build, 1, 1), hold_grace_seconds=0.1)
     held(pair)
     pair.destination.load("r", pair.ref(), 40, pair.destination.ids(40))
     (loaded,) = pair.destination.expect(Loaded)
@@ -324,7 +324,7 @@ def test_engines_that_report_other_factors_are_kept_apart(stage: Any, build: Any
 @pytest.fixture(scope="module")
 def shared(shared_stage: Any, build: Any) -> Any:
     """A pair for tests in which nothing is moved."""
-    return shared_stage.pair(plan_of(build))
+    return shared_stage.pair(plan_of(build), hold_grace_seconds=0.2)
 
 
 def let_go(pair: Any) -> None:

@@ -52,9 +52,6 @@ log = logging.getLogger(__name__)
 
 Role = Literal["prefill", "decode"]
 
-HOLD_GRACE_SECONDS = 10.0
-"""How long decode may be ahead of prefill's workers, which ask for a hold in the engine's next step: a long step."""
-
 
 @dataclass(frozen=True)
 class AgentConfig:
@@ -68,6 +65,8 @@ class AgentConfig:
         port: side channel port; 0 lets the system choose.
         lease_seconds: how long prefill holds a request's pages.
         deadline_seconds: how long a load may take.
+        hold_grace_seconds: how long decode may be ahead of prefill's workers, which ask for a hold in the engine's
+            next step: a long step.
     """
 
     role: Role
@@ -78,6 +77,7 @@ class AgentConfig:
     port: int
     lease_seconds: float = 30.0
     deadline_seconds: float = 30.0
+    hold_grace_seconds: float = 10.0
 
 
 class Agent:
@@ -100,7 +100,7 @@ class Agent:
             loaded.plan.compat.digest,
         )
         completions = [loaded.plan.completions[str(rank)] for rank in range(len(loaded.plan.source.ranks))]
-        self._leases = leases.Leases(completions, config.lease_seconds, HOLD_GRACE_SECONDS)
+        self._leases = leases.Leases(completions, config.lease_seconds, config.hold_grace_seconds)
         self._loads = loads.Loads(loaded.sources, loaded.tells, config.deadline_seconds)
         self._timer: asyncio.TimerHandle | None = None
         self.engine = EngineSocket(config.socket, loaded, config.role, self._welcome, self)

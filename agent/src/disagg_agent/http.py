@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 from aiohttp import web
@@ -19,9 +19,9 @@ class PeerIntroduction(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One agent of the revision."""
 
     role: Literal["prefill", "decode"]
-    replica: str
-    host: str
-    port: int
+    replica: Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
+    host: Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
+    port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
 
 
 class Introductions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -62,6 +62,7 @@ class Source:
 
     Attributes:
         heard: whether the agent has said on this connection which ranks it has.
+        settled: whether this connection has ever been ready.
         broken: why the connection is being given up, if it is.
         waiting: questions for a peer that is not ready yet.
     """
@@ -76,6 +77,7 @@ class Source:
     channel: Channel | None = None
     cards: dict[int, RankCard] = field(default_factory=dict)
     heard: bool = False
+    settled: bool = False
     links: dict[tuple[int, int], Link] = field(default_factory=dict)
     broken: tuple[str, str] | None = None
     waiting: list[Open] = field(default_factory=list)
@@ -131,6 +133,10 @@ class Sources:
         connected, and fails as soon as one attempt does; a `Done` that cannot be delivered is left to the lease.
         """
         candidates = [peer for peer in self.peers.values() if peer.replica == ref.replica]
+        if isinstance(message, Done):
+            # What it gives up may still be waiting here, and must not be asked for behind it.
+            for peer in candidates:
+                peer.waiting = [one for one in peer.waiting if not _gives_up(message, one)]
         for peer in candidates:
             if peer.channel is not None and message.source in peer.cards:
                 if isinstance(message, Done) or peer.state == "ready":
@@ -156,16 +162,22 @@ class Sources:
             peer.wake.set()
 
     def ranks_changed(self) -> None:
-        """One of our ranks came or went: connect what is missing."""
+        """One of our ranks came or went: compare it with those of the peers, and connect what is missing."""
+        own = [card for card, _ in self._ranks().values()]
         for peer in self.peers.values():
-            self._connect_missing(peer)
+            try:
+                check_cards(self._loaded, "prefill", list(peer.cards.values()), own)
+            except PeerRefused as error:
+                self._break(peer, error.code, error.message)
+            else:
+                self._connect_missing(peer)
 
     def connected(self, rank: int, event: Connected) -> None:
         """A local mover has loaded a source's metadata, or could not."""
         for peer, link, _source in self._links_of(rank, event.link):
             if event.code:
                 self._link_failed(peer, link, event.code, event.message)
-            else:
+            elif link.state == "connecting":
                 link.state = "probing"
                 self._command(rank, Probe(event.link))
 
@@ -174,6 +186,9 @@ class Sources:
         for peer, link, source in self._links_of(rank, event.link):
             if event.code:
                 self._link_failed(peer, link, event.code, event.message)
+                continue
+            if link.state != "probing":
+                # Of an earlier connection: this one's mover has more to say.
                 continue
             link.state, link.probe_seconds = "ready", event.seconds
             if peer.channel is not None:
@@ -198,10 +213,10 @@ class Sources:
         backoff = _BACKOFF_FIRST
         while True:
             peer.wake.clear()
-            peer.state, peer.broken = "dialling", None
+            peer.state, peer.broken, peer.settled = "dialling", None, False
             code, text = await self._session(peer)
             code, text = peer.broken or (code, text)
-            if peer.links and all(link.state == "ready" for link in peer.links.values()):
+            if peer.settled:
                 backoff = _BACKOFF_FIRST
             peer.state = "refused" if code in _FINAL else "lost"
             peer.code, peer.message = code, text
@@ -217,11 +232,13 @@ class Sources:
         try:
             async with asyncio.timeout(5.0):
                 reader, writer = await asyncio.open_connection(peer.address.host, peer.address.port)
-        except (OSError, TimeoutError) as error:
+        except (OSError, TimeoutError, ValueError, OverflowError) as error:
+            # Addresses come from requests too: what is no host name at all ends as a ValueError.
             self._events.handshake_failed("PeerUnreachable")
             return "PeerUnreachable", f"no agent answers at {peer.address}: {error or 'timed out'}"
         channel: Channel | None = None
         reason: Bye | None = None
+        code, text = "PeerLost", f"the prefill agent at {peer.address} closed the connection"
         try:
             channel = await Channel.open(reader, writer, self._hello)
             if channel.peer.replica != peer.replica:
@@ -236,13 +253,15 @@ class Sources:
             code = error.code if isinstance(error, AgentError) else "PeerLost"
             reason = Bye(code, str(error)[:4096]) if isinstance(error, PeerRefused) else None
             self._events.handshake_failed(code)
-            return code, error.message if isinstance(error, AgentError) else str(error) or "timed out"
+            text = error.message if isinstance(error, AgentError) else str(error) or "timed out"
         finally:
+            # First of all: once prefill sees the connection end, it may give the pages that we read to others.
+            self._lost(peer, *(peer.broken or (code, text)))
             if channel is None:
                 writer.close()
             else:
                 await channel.close(reason)
-        return "PeerLost", f"prefill pod {peer.pod} at {peer.address} closed the connection"
+        return code, text
 
     def _receive(self, peer: Source, message: object) -> None:
         match message:
@@ -291,7 +310,7 @@ class Sources:
         }
         done = bool(peer.cards) and bool(self._ranks()) and expected == set(peer.links)
         if done and all(link.state == "ready" for link in peer.links.values()) and peer.channel is not None:
-            peer.state, peer.code, peer.message = "ready", "", ""
+            peer.state, peer.code, peer.message, peer.settled = "ready", "", "", True
             waiting, peer.waiting = peer.waiting, []
             for message in waiting:
                 peer.channel.send(message)
@@ -301,6 +320,10 @@ class Sources:
     def _link_failed(self, peer: Source, link: Link, code: str, message: str) -> None:
         """An edge that cannot be used makes the whole peer unusable: start over with a fresh connection."""
         link.state, link.code, link.message = "failed", code, message
+        self._break(peer, code, message)
+
+    def _break(self, peer: Source, code: str, message: str) -> None:
+        """Give a connection up; its task sees it end."""
         peer.broken = (code, message)
         if peer.channel is not None:
             peer.channel.abort()
@@ -345,6 +368,15 @@ class Sources:
         ours = self._ranks().get(rank)
         if ours is not None:
             ours[1](command)
+
+
+def _gives_up(done: Done, question: Open) -> bool:
+    return (done.request, done.generation, done.source, done.destination) == (
+        question.request,
+        question.generation,
+        question.source,
+        question.destination,
+    )
 
 
 _FINAL = frozenset(

@@ -186,7 +186,9 @@ class _Run:
         started = time.monotonic()
         reporter.begin(len(prompts))
         timeout = aiohttp.ClientTimeout(total=120.0)
-        async with aiohttp.ClientSession(timeout=timeout) as session:
+        # A server may close an idle connection just when it is used again; a fresh one for each prompt cannot meet that.
+        connector = aiohttp.TCPConnector(force_close=True)
+        async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
 
             async def one(prompt: Prompt) -> tuple[Answer, Answer]:
                 async with gate:
