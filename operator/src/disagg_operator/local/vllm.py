@@ -186,7 +186,7 @@ class _Run:
         started = time.monotonic()
         reporter.begin(len(prompts))
         timeout = aiohttp.ClientTimeout(total=120.0)
-        # A server may close an idle connection just when it is used again; a fresh one for each prompt cannot meet that.
+        # A server may close an idle connection just when it is used again: a fresh one for each prompt.
         connector = aiohttp.TCPConnector(force_close=True)
         async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
 
