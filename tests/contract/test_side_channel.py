@@ -176,15 +176,14 @@ def test_questions_about_nothing_are_answered_and_change_nothing(stage: Any, pai
     stranger.close()
 
 
-def test_a_reader_of_somebody_else_cannot_end_a_hold(stage: Any, pair: Any) -> None:
-    """Completions count by replica: a stranger's do not release what a good peer still wants."""
+def test_completions_that_mean_nothing_end_no_hold(stage: Any, pair: Any) -> None:
     ids = pair.source.ids(40)
     pair.source.fill("s", ids, 40)
     pair.source.hold("s", "g", 40, ids)
     pair.source.expect(Held)
     stranger = stage.scripted_decode(pair.prefill)
-    stranger.say(Done("s", "g", 0, 0))
-    stranger.say(Done("s", "g", 1, 1))
+    for generation, source, destination in (("stale", 0, 0), ("g", 0, 1), ("g", 1, 0), ("g", 1, 65536), ("g", 9, 0)):
+        stranger.say(Done("s", generation, source, destination))
     stranger.say(Open("s", "stale", 0, 0, 40))
     assert stranger.hear(OpenRefused).code == "StaleGeneration"
     pair.destination.load("r", pair.ref(), 40, pair.destination.ids(40))

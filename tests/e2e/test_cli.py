@@ -41,7 +41,7 @@ def test_a_refusal_is_exit_1_with_field_reason_and_remedy(disagg: Any, write_dep
     result = disagg.run("plan", "-f", str(write_deployment(prefill=4, heads=6)), "-o", "json")
     assert (result.code, result.out) == (1, "")
     assert "refused: IndivisibleUnits" in result.err
-    assert "field   prefill.parallelism.tensor" in result.err
+    assert "field   spec.prefill.parallelism.tensor" in result.err
     assert "6 units" in result.err
     assert "4 tensor-parallel ranks" in result.err
     assert "1, 2, 3, 6" in result.err

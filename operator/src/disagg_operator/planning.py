@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Literal
 
 from disagg_operator.types import DeploymentSpec, GeometryGroup, GeometryPart, GeometrySpec
@@ -29,7 +30,12 @@ def plan_deployment(spec: DeploymentSpec, config_maps: ConfigMaps) -> tuple[wire
         Refusal: the deployment cannot work.
         ProofError: the planner made a wrong plan; nothing may be published.
     """
-    geometry = deployment_geometry(spec, config_maps)
+    with _spec_paths():
+        return _plan(spec, config_maps)
+
+
+def _plan(spec: DeploymentSpec, config_maps: ConfigMaps) -> tuple[wire.Plan, Proof]:
+    geometry = _geometry(spec, config_maps)
     factors = {
         "model": spec.model.name,
         "dtype": spec.kv_cache_of("prefill").dtype,
@@ -48,6 +54,11 @@ def deployment_geometry(spec: DeploymentSpec, config_maps: ConfigMaps) -> Geomet
     Raises:
         Refusal: with the field that is wrong.
     """
+    with _spec_paths():
+        return _geometry(spec, config_maps)
+
+
+def _geometry(spec: DeploymentSpec, config_maps: ConfigMaps) -> Geometry:
     dtypes = {role: spec.kv_cache_of(role).dtype for role in ("prefill", "decode")}
     if dtypes["prefill"] != dtypes["decode"]:
         raise Refusal(
@@ -62,8 +73,22 @@ def deployment_geometry(spec: DeploymentSpec, config_maps: ConfigMaps) -> Geomet
     return from_config(_config(spec, config_maps), element)
 
 
-def geometry_spec(geometry: Geometry, element: int) -> GeometrySpec:
-    """The explicit form of a geometry, for elements of `element` bytes; inverse of what `spec.model.geometry` means."""
+@contextmanager
+def _spec_paths() -> Iterator[None]:
+    """The plan room names fields from the spec on; people look for them from the object on."""
+    try:
+        yield
+    except Refusal as refusal:
+        if refusal.field.startswith("spec."):
+            raise
+        raise Refusal(refusal.code, f"spec.{refusal.field}", refusal.message, refusal.remedy) from refusal
+
+
+def geometry_spec(geometry: Geometry) -> GeometrySpec:
+    """The explicit form of a geometry; inverse of what `spec.model.geometry` means.
+
+    Cells are given in bytes: parts of one model may have elements of different sizes.
+    """
     return GeometrySpec(
         groups=[
             GeometryGroup(
@@ -75,7 +100,8 @@ def geometry_spec(geometry: Geometry, element: int) -> GeometrySpec:
                         name=part.name,
                         units=part.units,
                         sharding=part.sharding,
-                        elements=part.cell_bytes // element,
+                        elements=part.cell_bytes,
+                        dtype="uint8",
                     )
                     for part in group.parts
                 ],
@@ -99,9 +125,11 @@ def _config(spec: DeploymentSpec, config_maps: ConfigMaps) -> Mapping[str, Any]:
             f"ConfigMap {key.name!r} does not exist" if data is None else f"ConfigMap {key.name!r} has no {key.key!r}"
         )
         raise Refusal("ConfigNotFound", field, what, f"Create it with the model's config.json under {key.key!r}")
+    if not isinstance(data[key.key], str):
+        raise Refusal("ConfigNotFound", field, f"{key.key!r} is not text", "Store config.json as it is, as one string")
     try:
         config = json.loads(data[key.key])
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise Refusal(
             "ConfigNotFound", field, f"{key.key!r} is not JSON: {error}", "Store config.json as it is"
         ) from error

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic.alias_generators import to_camel
 
-from disagg_operator.constants import API_VERSION, ENGINE_CONTAINER, KIND
+from disagg_operator.constants import API_VERSION, KIND
+from disagg_operator.pod_template import check_template
 from disagg_plan.errors import Refusal
 
 Short = Annotated[str, Field(min_length=1, max_length=253)]
 PartName = Annotated[str, Field(min_length=1, max_length=63, pattern=r"^[a-z0-9]([a-z0-9_.-]*[a-z0-9])?$")]
+ObjectName = Annotated[str, Field(min_length=1, max_length=63, pattern=r"^[a-z0-9]([a-z0-9-]*[a-z0-9])?$")]
 Ranges = Annotated[str, Field(min_length=1, max_length=4096, pattern=r"^[0-9,-]+$")]
 
 
@@ -133,15 +135,10 @@ class Role(Spec):
     kv_cache: KVCacheOverride | None = None
     template: dict[str, Any]
 
-    @model_validator(mode="after")
-    def _engine_container(self) -> Self:
-        containers = (self.template.get("spec") or {}).get("containers") or []
-        names = [container.get("name") for container in containers if isinstance(container, dict)]
-        if names.count(ENGINE_CONTAINER) != 1:
-            raise ValueError(
-                f"template.spec.containers needs exactly one container named {ENGINE_CONTAINER!r}, has {names}"
-            )
-        return self
+    @field_validator("template", mode="before")
+    @classmethod
+    def _template(cls, value: Any) -> dict[str, Any]:
+        return check_template(value)
 
 
 class Agent(Spec):
@@ -192,7 +189,9 @@ class Metadata(BaseModel):
     model_config = ConfigDict(extra="ignore", frozen=True)
 
     name: Annotated[str, Field(min_length=1, max_length=63, pattern=r"^[a-z0-9]([a-z0-9-]*[a-z0-9])?$")]
-    namespace: str = "default"
+    namespace: Annotated[str, Field(min_length=1, max_length=63, pattern=r"^[a-z0-9]([a-z0-9-]*[a-z0-9])?$")] = (
+        "default"
+    )
     uid: str = ""
     generation: int = 1
 
@@ -223,4 +222,4 @@ def parse_deployment(document: Any) -> DisaggDeployment:
         count = error.error_count()
         more = f"; {count - 1} more {'fields are' if count > 2 else 'field is'} wrong" if count > 1 else ""
         message = first["msg"].removeprefix("Value error, ")
-        raise Refusal("InvalidSpec", path, f"{message}{more}", "See the field's description in docs/crd.md") from error
+        raise Refusal("InvalidSpec", path, f"{message}{more}", "docs/spec.md describes every field") from error

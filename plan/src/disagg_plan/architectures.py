@@ -12,11 +12,15 @@ from typing import Any
 
 from disagg_plan.errors import Refusal
 from disagg_plan.geometry import Geometry, Group, Part
+from disagg_plan.ranges import MAX_LAYER
 
 Config = Mapping[str, Any]
 Rule = Callable[[Config, int], Geometry]
 
 _FIELD = "model.config"
+_MOST = 1 << 20
+"""Largest number that a config.json field of a cache's geometry may hold."""
+
 _EXPLICIT = (
     "State model.geometry yourself: groups, each with name, layers ('0-31') and parts "
     "(name, units, sharding split|replicated, elements)"
@@ -51,12 +55,12 @@ def _integer(config: Config, *names: str) -> int:
     for name in names:
         value = config.get(name)
         if value is not None:
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= _MOST:
                 raise Refusal(
                     "MissingConfigField",
                     f"{_FIELD}.{name}",
-                    f"{name} is {value!r}",
-                    "A whole number above 0 is needed",
+                    f"{name} is {repr(value)[:40]}",
+                    f"A whole number from 1 to {_MOST} is needed",
                 )
             return value
     raise Refusal(
@@ -65,6 +69,18 @@ def _integer(config: Config, *names: str) -> int:
         f"model_type {config.get('model_type')!r} needs {' or '.join(names)}, and it is not there",
         "Copy it from the model's config.json, or state model.geometry",
     )
+
+
+def _layers(config: Config) -> tuple[int, ...]:
+    count = _integer(config, "num_hidden_layers")
+    if count > MAX_LAYER + 1:
+        raise Refusal(
+            "MissingConfigField",
+            f"{_FIELD}.num_hidden_layers",
+            f"{count} layers are more than the {MAX_LAYER + 1} that a plan can name",
+            "Copy it from the model's config.json",
+        )
+    return tuple(range(count))
 
 
 def _refuse_windows(config: Config) -> None:
@@ -101,7 +117,7 @@ def _attention(config: Config, element_bytes: int) -> Geometry:
                 "State head_dim",
             )
         head_dim = hidden // heads
-    layers = tuple(range(_integer(config, "num_hidden_layers")))
+    layers = _layers(config)
     cell = head_dim * element_bytes
     parts = (Part("k", kv_heads, "split", cell), Part("v", kv_heads, "split", cell))
     return Geometry((Group("attention", layers, parts, "attention"),))
@@ -147,7 +163,7 @@ def _latent(config: Config, element_bytes: int) -> Geometry:
             _EXPLICIT,
         )
     elements = _integer(config, "kv_lora_rank") + _integer(config, "qk_rope_head_dim")
-    layers = tuple(range(_integer(config, "num_hidden_layers")))
+    layers = _layers(config)
     parts = (Part("latent", 1, "replicated", elements * element_bytes),)
     return Geometry((Group("mla", layers, parts, "mla"),))
 

@@ -141,9 +141,30 @@ def test_files_may_hold_several_documents(tmp_path: Path) -> None:
         file.snapshot("c")
 
 
-@pytest.mark.parametrize("text", ["", "kind: Service\n", "{", "- 1\n", "\x00"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "kind: Service\n",
+        "{",
+        "- 1\n",
+        "\x00",
+        "[" * 20000,
+        "kind: DisaggDeployment\nx: " + "9" * 5000,
+        "kind: DisaggDeployment\nmetadata: {name: a}\nspec: {}\nspec: {}\n",
+        "kind: DisaggDeployment\nmetadata: {name: a}\n---\nkind: DisaggDeployment\nmetadata: {name: a}\n",
+        "kind: DisaggDeployment\n---\nkind: ConfigMap\nmetadata: [c]\ndata: [1]\n",
+    ],
+    ids=lambda text: repr(text[:24]),
+)
 def test_a_file_without_a_deployment_is_a_usage_error(tmp_path: Path, text: str) -> None:
     path = tmp_path / "file.yaml"
     path.write_text(text)
     with pytest.raises(UsageError):
         read_deployments(path)
+
+
+def test_dates_in_files_are_text(tmp_path: Path) -> None:
+    path = tmp_path / "file.yaml"
+    path.write_text("kind: DisaggDeployment\nmetadata: {name: 2024-13-45}\n")
+    assert read_deployments(path).deployments[0]["metadata"] == {"name": "2024-13-45"}

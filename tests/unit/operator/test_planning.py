@@ -33,14 +33,14 @@ PART = {"name": "k", "units": 8, "sharding": "split", "elements": 128}
         (
             {"spec.prefill.template": {"spec": {"containers": [{"name": "main"}]}}},
             "InvalidSpec",
-            "spec.prefill",
+            "spec.prefill.template",
             "exactly one container named 'engine', has ['main']",
         ),
         ({"metadata.name": "Bad_Name"}, "InvalidSpec", "metadata.name", "pattern"),
         (
             {"spec.decode.parallelism.tensor": 3},
             "IndivisibleUnits",
-            "decode.parallelism.tensor",
+            "spec.decode.parallelism.tensor",
             "8 units of part 'k' cannot be placed on 3",
         ),
         (
@@ -56,13 +56,13 @@ PART = {"name": "k", "units": 8, "sharding": "split", "elements": 128}
         (
             {"spec.decode.engine": {"backend": "CPU_ATTN"}},
             "LayoutMismatch",
-            "decode.engine.backend",
+            "spec.decode.engine.backend",
             "vllm/CPU_ATTN",
         ),
         (
             {"spec.engine.backend": "CPU_ATTN", "spec.decode.kvCache": {"blockSize": 32}},
             "OpaqueBlockSize",
-            "decode.kvCache.blockSize",
+            "spec.decode.kvCache.blockSize",
             "prefill 16, decode 32",
         ),
         (
@@ -89,7 +89,12 @@ PART = {"name": "k", "units": 8, "sharding": "split", "elements": 128}
             "spec.model.geometry.groups[0].layers",
             "3-1",
         ),
-        ({"spec.model.config.model_type": "unheard"}, "UnknownArchitecture", "model.config.model_type", "'unheard'"),
+        (
+            {"spec.model.config.model_type": "unheard"},
+            "UnknownArchitecture",
+            "spec.model.config.model_type",
+            "'unheard'",
+        ),
     ],
 )
 def test_refusals_name_field_numbers_and_way_out(
@@ -121,7 +126,7 @@ def test_a_config_that_is_no_object_is_refused(changed: Changed, text: str) -> N
 
 def test_explicit_geometry_wins_and_round_trips(deployment: DisaggDeployment) -> None:
     geometry = deployment_geometry(deployment.spec, {})
-    explicit = deployment.spec.model.model_copy(update={"geometry": geometry_spec(geometry.first_layers(3), 2)})
+    explicit = deployment.spec.model.model_copy(update={"geometry": geometry_spec(geometry.first_layers(3))})
     cut = deployment.spec.model_copy(update={"model": explicit})
     assert deployment_geometry(cut, {}) == geometry.first_layers(3)
     assert plan_deployment(cut, {})[0].summary.bytes_per_token == 3 * 8 * 2 * 128 * 2
@@ -157,3 +162,79 @@ def test_cutting_and_counting_do_not_change_compat(
     before, _ = plan_deployment(deployment.spec, {})
     after, _ = plan_deployment(parse_deployment(changed(fields)).spec, {})
     assert before.compat.digest == after.compat.digest
+
+
+def test_cut_geometry_keeps_elements_of_every_size(changed: Changed) -> None:
+    parts = [
+        {"name": "k", "units": 2, "sharding": "split", "elements": 3, "dtype": "int8"},
+        {"name": "v", "units": 2, "sharding": "split", "elements": 5, "dtype": "float32"},
+    ]
+    fields = {"spec.model.geometry": {"groups": [{"name": "odd", "layers": "0-3", "parts": parts}]}}
+    spec = parse_deployment(changed(fields)).spec
+    whole = deployment_geometry(spec, {})
+    assert whole.bytes_per_token == 4 * 2 * (3 + 20)
+    cut = spec.model.model_copy(update={"geometry": geometry_spec(whole.first_layers(2))})
+    assert deployment_geometry(spec.model_copy(update={"model": cut}), {}) == whole.first_layers(2)
+
+
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        (5, "template is a number"),
+        ([], "template is a list"),
+        ({"spec": []}, "template.spec is a list"),
+        ({"spec": {"containers": 5}}, "template.spec.containers is a number"),
+        ({"spec": {"containers": [None]}}, "containers[0] is null"),
+        ({"spec": {"containers": ["engine"]}}, "containers[0] is a string"),
+        ({"spec": {"containers": [{"name": "engine"}, {"image": "x"}]}}, "containers[1] has the name None"),
+        ({"spec": {"containers": [{"name": "engine"}, {"name": "engine"}]}}, "'engine' twice"),
+        ({"spec": {"containers": [{"name": "engine", "env": {"A": "b"}}]}}, "env is an object, not a list"),
+        ({"spec": {"containers": [{"name": "engine", "env": [{"value": "b"}]}]}}, "env[0] has no name"),
+        (
+            {"spec": {"containers": [{"name": "engine", "env": [{"name": "A", "value": 1}]}]}},
+            "env[A].value is a number",
+        ),
+        (
+            {"spec": {"containers": [{"name": "engine", "env": [{"name": "A", "value": "x\0"}]}]}},
+            "no environment can hold",
+        ),
+        ({"spec": {"containers": [{"name": "engine", "args": ["--x", 5]}]}}, "args is not a list of strings"),
+        ({"spec": {"containers": [{"name": "engine", "volumeMounts": [{"name": "m"}]}]}}, "has no mountPath"),
+        (
+            {"spec": {"containers": [{"name": "engine", "volumeMounts": [{"name": "m", "mountPath": "/m"}]}]}},
+            "names volume 'm', which is not declared",
+        ),
+        ({"spec": {"containers": [{"name": "engine"}], "volumes": [{"name": "../x"}]}}, "has the name '../x'"),
+        ({"spec": {"containers": [{"name": "engine"}], "volumes": [{"name": "disagg-run"}]}}, "'disagg-run' is ours"),
+        ({"spec": {"containers": [{"name": "engine"}], "initContainers": [{"name": "disagg-agent"}]}}, "is ours"),
+        ({"metadata": [], "spec": {"containers": [{"name": "engine"}]}}, "template.metadata is a list"),
+        (
+            {"metadata": {"annotations": {"a": 1}}, "spec": {"containers": [{"name": "engine"}]}},
+            "annotations.a is a number",
+        ),
+        ({1: 2, "spec": {"containers": [{"name": "engine"}]}}, "the key 1, which is not a string"),
+        ({"spec": {"containers": [{"name": "engine", "x": {1, 2}}]}}, "is a set, which no Kubernetes object holds"),
+    ],
+)
+def test_a_template_that_cannot_be_rendered_from_is_refused_with_its_path(
+    changed: Changed, template: Any, said: str
+) -> None:
+    with pytest.raises(Refusal) as refused:
+        parse_deployment(changed({"spec.prefill.template": template}))
+    assert (refused.value.code, refused.value.field) == ("InvalidSpec", "spec.prefill.template")
+    assert said in refused.value.message
+
+
+def test_nulls_in_a_template_are_as_good_as_absent(changed: Changed) -> None:
+    container = {"name": "engine", "env": None, "args": None, "volumeMounts": None, "image": "x"}
+    template = {"metadata": None, "spec": {"containers": [container], "initContainers": None, "volumes": None}}
+    cleaned = parse_deployment(changed({"spec.prefill.template": template})).spec.prefill.template
+    assert cleaned == {"spec": {"containers": [{"name": "engine", "image": "x"}]}}
+
+
+@pytest.mark.parametrize("field", ["num_hidden_layers", "num_key_value_heads", "hidden_size"])
+@pytest.mark.parametrize("value", [10**30, 10**9, 0, -1, "8", 1.5, True])
+def test_numbers_that_no_model_has_are_refused(changed: Changed, field: str, value: Any) -> None:
+    with pytest.raises(Refusal) as refused:
+        plan_deployment(parse_deployment(changed({f"spec.model.config.{field}": value})).spec, {})
+    assert (refused.value.code, refused.value.field) == ("MissingConfigField", f"spec.model.config.{field}")

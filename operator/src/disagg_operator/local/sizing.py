@@ -9,7 +9,6 @@ from disagg_operator.planning import deployment_geometry, geometry_spec
 from disagg_operator.reconcile import Snapshot
 from disagg_operator.types import DisaggDeployment
 from disagg_plan import wire
-from disagg_plan.dtypes import dtype_bytes
 from disagg_plan.errors import Refusal
 from disagg_plan.pairing import blocks_for
 from disagg_plan.ranges import format_ranges, parse_ranges
@@ -54,11 +53,8 @@ def keep_layers(snapshot: Snapshot, layers: int) -> Snapshot:
     spec = deployment.spec
     whole = deployment_geometry(spec, snapshot.config_maps)
     cut = whole.first_layers(layers)
-    element = dtype_bytes(spec.kv_cache_of("prefill").dtype)
     changes: dict[str, Any] = {
-        "model": spec.model.model_copy(
-            update={"config": None, "config_from": None, "geometry": geometry_spec(cut, element)}
-        )
+        "model": spec.model.model_copy(update={"config": None, "config_from": None, "geometry": geometry_spec(cut)})
     }
     for name in ("prefill", "decode"):
         role = spec.role(name)
