@@ -276,6 +276,7 @@ def test_a_read_that_ends_after_its_lease_is_no_load(tcp_only: None, stage: Any,
     with movers.serving():
         sock = peer.accept()
         decode.ready_for()
+    movers.fill("s", {"attention": [1, 2, 3]}, 40)
     engine.load("r", REF, 40, engine.ids(40))
     peer.hear(sock, Open)
     peer.say(sock, Opened("s", "g", 0, 0, {"attention": pack_pages([1, 2, 3])}, lease))

@@ -77,6 +77,18 @@ def test_a_request_moves_from_prefill_to_decode(
     until(lambda: pair.prefill.transfers()["holds"] == pair.decode.transfers()["loads"] == 0, "all requests have ended")
 
 
+@pytest.mark.parametrize("placement", ["agent", "engine"])
+def test_the_longest_names(stage: Any, build: Any, placement: str) -> None:
+    pair = stage.pair(plan_of(build, 1, 1), placement)
+    request, name, generation = "s" * 256, "ü" * 256, "g" * 256
+    held(pair, request, generation)
+    ids = pair.destination.ids(40)
+    pair.destination.load(name, pair.ref(request, generation), 40, ids)
+    assert {one.request for one in pair.destination.expect(Loaded)} == {name}
+    assert pair.destination.wrong_bytes(request, ids, 40) == 0
+    assert {one.reason for one in pair.source.expect(Released)} == {"completed"}
+
+
 def test_many_requests_at_once(stage: Any, build: Any) -> None:
     loaded = check_plan(wire.encode(plan_of(build, 2, 4)), None)
     prefill, decode = stage.agent("prefill", loaded), stage.agent("decode", loaded)

@@ -7,7 +7,9 @@ standard error.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import os
 import signal
 import sys
 from collections.abc import Coroutine
@@ -18,14 +20,15 @@ from typing import Annotated, Any, NoReturn, TypeVar
 import typer
 
 from disagg_operator.children import LOCAL, plan_config_map
-from disagg_operator.console import TerminalReporter, error, mapping_table, plain
+from disagg_operator.console import TerminalReporter, emit, error, mapping_table, plain
 from disagg_operator.describe import figures, topology
 from disagg_operator.documents import UsageError, read_deployments
 from disagg_operator.local.processes import LocalError
 from disagg_operator.local.up import UpOptions, up, with_placement
-from disagg_operator.local.vllm import VllmOptions, describe, up_vllm
+from disagg_operator.local.vllm import VllmOptions, up_vllm
 from disagg_operator.quantities import parse_bytes
 from disagg_operator.reconcile import Snapshot, reconcile
+from disagg_operator.yaml_loader import YamlError, load_all
 from disagg_operator.yaml_text import dump
 from disagg_plan import wire
 from disagg_plan.errors import PlanError, ProofError, Refusal
@@ -78,7 +81,12 @@ class Protocol(StrEnum):
     shared_memory = "SharedMemory"
 
 
-File = Annotated[Path, typer.Option("-f", "--file", help="Deployment file; several YAML documents are fine.")]
+MAX_PLAN_BYTES = 16 << 20
+"""Largest plan that `verify` reads; a published one is below 128 KiB."""
+
+File = Annotated[
+    Path, typer.Option("-f", "--file", help="Deployment file, - for standard input; several YAML documents are fine.")
+]
 Name = Annotated[str | None, typer.Option("--name", help="Which deployment of the file, if it holds several.")]
 
 
@@ -97,10 +105,10 @@ def plan(
     if desired.plan is None:
         _refused(desired.refusal)
     if output is PlanOutput.json:
-        sys.stdout.write(wire.encode(desired.plan).decode() + "\n")
+        emit(wire.encode(desired.plan).decode())
     elif output is PlanOutput.configmap:
         item = plan_config_map(snapshot.deployment, desired.plan)
-        sys.stdout.write(dump([item]))
+        emit(dump([item]).rstrip("\n"))
     else:
         plain(topology(desired.plan))
         mapping_table(desired.plan)
@@ -111,21 +119,24 @@ def plan(
 
 @app.command()
 def verify(
-    file: Annotated[Path, typer.Argument(metavar="PLAN", help="Plan file (plan.json), or - for standard input.")],
+    file: Annotated[Path, typer.Argument(metavar="PLAN", help="plan.json or its ConfigMap, - for standard input.")],
     output: Annotated[Output, typer.Option("-o", "--output", help="Form of the output.")] = Output.table,
 ) -> None:
     """Prove a plan file: form, digests, and that every byte moves right. Needs no deployment and trusts no planner."""
     try:
-        text = sys.stdin.buffer.read() if str(file) == "-" else file.read_bytes()
+        with contextlib.nullcontext(sys.stdin.buffer) if str(file) == "-" else file.open("rb") as source:
+            text = source.read(MAX_PLAN_BYTES + 1)
     except OSError as failure:
         _usage(f"cannot read {file}: {failure.strerror}")
+    if len(text) > MAX_PLAN_BYTES:
+        _usage(f"{file} is larger than {MAX_PLAN_BYTES >> 20} MiB: that is no plan")
     try:
-        document = wire.decode(text)
+        document = wire.decode(_plan_text(text))
         proof = prove(document)
     except PlanError as failure:
         findings = failure.findings if isinstance(failure, ProofError) else [failure.message]
         if output is Output.json:
-            sys.stdout.write(json.dumps({"valid": False, "code": failure.code, "findings": findings}) + "\n")
+            emit(json.dumps({"valid": False, "code": failure.code, "findings": findings}))
         else:
             for finding in findings:
                 error(f"{failure.code}: {finding}")
@@ -137,13 +148,29 @@ def verify(
             "edges": proof.edges,
             "bytesWrittenPerToken": proof.bytes_per_token,
         }
-        sys.stdout.write(json.dumps(result) + "\n")
+        emit(json.dumps(result))
     else:
         plain(f"{document.digest}")
         plain(
             f"proven: {topology(document)}; {proof.bytes_per_token} bytes per token, every one written exactly once, "
             "from a rank that holds it"
         )
+
+
+def _plan_text(data: bytes) -> bytes | str:
+    """The plan itself, taken out of a ConfigMap in YAML where that is what was given."""
+    if data.lstrip()[:1] == b"{":
+        return data
+    try:
+        documents = load_all(data.decode())
+    except (YamlError, UnicodeDecodeError):
+        return data
+    for document in documents:
+        if isinstance(document, dict) and document.get("kind") == "ConfigMap":
+            text = (document.get("data") or {}).get("plan.json")
+            if isinstance(text, str):
+                return text
+    return data
 
 
 @app.command(name="up")
@@ -190,7 +217,7 @@ def run(
         _usage(f"--max-memory: {failure}")
     snapshot = with_placement(_read(file, name), placement, protocol)
     where = (state or Path(".disagg") / snapshot.deployment.metadata.name).absolute()
-    reporter = TerminalReporter(to_stdout=output is Output.table)
+    reporter = TerminalReporter(as_json=output is Output.json)
     if engine is EngineKind.vllm:
         vllm_options = VllmOptions(
             prompts=requests,
@@ -203,10 +230,6 @@ def run(
             arguments=tuple(engine_arg or ()),
         )
         compared = _run(up_vllm(snapshot, vllm_options, reporter))
-        if output is Output.json:
-            sys.stdout.write(json.dumps(compared.document()) + "\n")
-        else:
-            reporter.rows(describe(compared))
         raise typer.Exit(0 if compared.good else 1)
     options = UpOptions(
         requests=requests,
@@ -219,10 +242,6 @@ def run(
         keep=keep,
     )
     account = _run(up(snapshot, options, reporter))
-    if output is Output.json:
-        sys.stdout.write(json.dumps(account.document()) + "\n")
-    else:
-        reporter.account(account)
     raise typer.Exit(0 if account.good else 1)
 
 
@@ -231,9 +250,17 @@ def _run(work: Coroutine[Any, Any, Result]) -> Result:
 
     async def interruptible() -> Result:
         task = asyncio.current_task()
-        if task is not None:
-            # SIGINT is asyncio's own; a terminated run takes the same way out, so that it leaves no process either.
-            asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+        stopping = False
+
+        def stop() -> None:
+            # Once only: a second signal must not interrupt the cleaning up that the first one began.
+            nonlocal stopping
+            if not stopping and task is not None:
+                stopping = True
+                task.cancel()
+
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            asyncio.get_running_loop().add_signal_handler(number, stop)
         return await work
 
     try:
@@ -243,7 +270,7 @@ def _run(work: Coroutine[Any, Any, Result]) -> Result:
         raise typer.Exit(130) from None
     except PlanError as failure:
         _refused(failure)
-    except LocalError as failure:
+    except (LocalError, OSError) as failure:
         error(str(failure))
         raise typer.Exit(1) from failure
 
@@ -275,4 +302,11 @@ def _refused(failure: PlanError | None) -> NoReturn:
 
 def main() -> None:
     """Entry point."""
-    app()
+    try:
+        app()
+    except OSError as failure:
+        # Standard output cannot be written: full disk or closed pipe.
+        with contextlib.suppress(OSError):
+            error(f"cannot write: {failure.strerror}")
+        # Python would try to flush the same output again at exit, and complain.
+        os._exit(1)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import sys
+
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from disagg_operator.describe import figures, mapping, topology
 from disagg_operator.local.drive import Account, Outcome
+from disagg_operator.local.vllm import VllmAccount, describe
 from disagg_plan import wire
 
 _out = Console(highlight=False, soft_wrap=True)
@@ -17,6 +21,16 @@ _err = Console(stderr=True, highlight=False, soft_wrap=True)
 def plain(text: str) -> None:
     """A line of result."""
     _out.print(text, markup=False)
+
+
+def emit(text: str) -> None:
+    """A document on standard output.
+
+    Raises:
+        OSError: it cannot be written; nothing may pretend otherwise.
+    """
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
 
 
 def error(text: str) -> None:
@@ -48,8 +62,9 @@ def mapping_table(plan: wire.Plan, console: Console = _out) -> None:
 class TerminalReporter:
     """Shows a run: progress on a terminal only, and nothing on standard output when that is to hold one document."""
 
-    def __init__(self, to_stdout: bool) -> None:
-        self._console = _out if to_stdout else _err
+    def __init__(self, as_json: bool) -> None:
+        self._json = as_json
+        self._console = _err if as_json else _out
         self._progress: Progress | None = None
         self._failed = 0
 
@@ -95,8 +110,16 @@ class TerminalReporter:
             self._progress.stop()
             self._progress = None
 
-    def account(self, account: Account) -> None:
-        """The summary that a run ends with."""
+    def finished(self, account: Account | VllmAccount) -> None:
+        """See `Reporter`."""
+        if self._json:
+            emit(json.dumps(account.document()))
+        elif isinstance(account, VllmAccount):
+            self.rows(describe(account))
+        else:
+            self._account(account)
+
+    def _account(self, account: Account) -> None:
         document = account.document()
         speed, transfer, request = (
             document[key] for key in ("gigabytesPerSecond", "transferSeconds", "requestSeconds")

@@ -192,7 +192,7 @@ def test_field_of_another_kind(value):
     refusal = refusal_of({**LLAMA, "num_key_value_heads": value})
     assert (refusal.code, refusal.field) == ("MissingConfigField", "model.config.num_key_value_heads")
     assert refusal.message == f"num_key_value_heads is {value!r}"
-    assert refusal.remedy == "A whole number above 0 is needed"
+    assert refusal.remedy == "A whole number from 1 to 1048576 is needed"
 
 
 def test_head_dim_that_does_not_follow():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import time
@@ -67,15 +68,10 @@ async def introduce(pods: list[Pod]) -> None:
     """Tell every agent of all agents, as the operator does on a cluster."""
     peers = []
     for pod in pods:
-        identity = await get(agent_socket(pod), "/identity")
+        identity = await ask_agent(pod, "/identity")
         peers.append({key: identity[key] for key in ("role", "replica", "host", "port")})
     for pod in pods:
-        async with (
-            unix_session(agent_socket(pod)) as session,
-            session.post("http://agent/peers", json={"peers": peers}) as answer,
-        ):
-            if answer.status != 200:
-                raise LocalError(f"pod {pod.name} refuses introductions: {await answer.text()}")
+        await ask_agent(pod, "/peers", {"peers": peers})
 
 
 async def wait_paired(pod: Pod, pods: list[Pod]) -> None:
@@ -83,7 +79,7 @@ async def wait_paired(pod: Pod, pods: list[Pod]) -> None:
     expected = sum(1 for other in pods if other.role == "prefill")
     deadline = time.monotonic() + READY_SECONDS
     while True:
-        peers = [peer for peer in (await get(agent_socket(pod), "/peers"))["peers"] if peer["role"] == "prefill"]
+        peers = [peer for peer in (await ask_agent(pod, "/peers"))["peers"] if peer["role"] == "prefill"]
         refused = [peer for peer in peers if peer["state"] == "refused"]
         if refused:
             raise LocalError(
@@ -95,6 +91,32 @@ async def wait_paired(pod: Pod, pods: list[Pod]) -> None:
             states = [(peer["replica"], peer["state"], peer["code"], peer["message"]) for peer in peers]
             raise LocalError(f"pod {pod.name} is not paired after {READY_SECONDS:.0f} s: {states}")
         await asyncio.sleep(_POLL_SECONDS)
+
+
+async def ask_agent(pod: Pod, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+    """GET from a pod's agent, or POST a body to it.
+
+    Raises:
+        LocalError: it does not answer, with how it ended and the end of its log if it has.
+    """
+    try:
+        async with (
+            unix_session(agent_socket(pod)) as session,
+            session.request("GET" if body is None else "POST", f"http://pod{path}", json=body) as answer,
+        ):
+            if answer.status == 200:
+                return dict(await answer.json())
+            failure = f"answers {path} with {answer.status}: {await answer.text()}"
+    except (aiohttp.ClientError, OSError, TimeoutError) as error:
+        failure = f"does not answer: {error or 'timed out'}"
+    container = pod.containers[AGENT_CONTAINER]
+    with contextlib.suppress(TimeoutError):
+        # Its end may be a moment behind its silence.
+        async with asyncio.timeout(1.0):
+            await container.process.wait()
+    if container.process.returncode is not None:
+        failure = f"ended with {container.process.returncode}\n{container.tail()}"
+    raise LocalError(f"agent of {pod.name} {failure}")
 
 
 async def until(
@@ -117,12 +139,6 @@ async def answers(socket: Path, path: str) -> bool:
             return answer.status == 200
     except (aiohttp.ClientError, OSError):
         return False
-
-
-async def get(socket: Path, path: str) -> dict[str, Any]:
-    """A JSON document from a Unix socket."""
-    async with unix_session(socket) as session, session.get(f"http://pod{path}") as answer:
-        return dict(await answer.json())
 
 
 def unix_session(socket: Path) -> aiohttp.ClientSession:

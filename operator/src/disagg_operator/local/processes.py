@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import fcntl
 import os
 import shutil
 import signal
@@ -72,12 +73,18 @@ class LocalCluster:
     Args:
         state: directory for objects and logs, kept after the run.
         scratch: directory for sockets; short, because a socket's path has at most 107 bytes.
+
+    Raises:
+        LocalError: the state directory cannot be used, or another run uses it.
     """
 
     def __init__(self, state: Path, scratch: Path) -> None:
         self._state = state
         self.scratch = scratch
         self.pods: list[Pod] = []
+        self._lock = _lock(state)
+        for old in [*state.glob("*.yaml"), *state.glob("*.json*"), state / "configmaps", state / "logs"]:
+            _remove(old)
 
     def apply_object(self, item: Object) -> Path:
         """Write an object as YAML, a ConfigMap's data as files besides; where the YAML is."""
@@ -125,7 +132,9 @@ class LocalCluster:
             raise LocalError(f"pod {pod.name}: command {command[0]!r} is not installed")
         env = {**os.environ, **extra_env}
         for entry in container.get("env", []):
-            env[entry["name"]] = _translate(_env_value(entry, pod), mounts)
+            value = _env_value(entry, pod)
+            if value is not None:
+                env[entry["name"]] = _translate(value, mounts)
         logs = self._state / "logs"
         logs.mkdir(parents=True, exist_ok=True)
         path = logs / f"{pod.name}-{container['name']}.log"
@@ -161,6 +170,7 @@ class LocalCluster:
             if container.process.returncode is None:
                 _signal(container, signal.SIGKILL)
                 await container.process.wait()
+        os.close(self._lock)
 
     def _config_map(self, name: str) -> Path:
         return self._state / "configmaps" / name
@@ -185,9 +195,34 @@ def _translate(text: str, mounts: Mapping[str, str]) -> str:
     return text
 
 
-def _env_value(entry: dict[str, Any], pod: Pod) -> str:
-    if "value" in entry:
-        return str(entry["value"])
-    field_path = entry["valueFrom"]["fieldRef"]["fieldPath"]
+def _env_value(entry: dict[str, Any], pod: Pod) -> str | None:
+    """Value of an env entry, or None where only a cluster has one (Secrets, node facts)."""
+    if "valueFrom" not in entry:
+        return str(entry.get("value", ""))
     known = {"metadata.name": pod.name, "metadata.uid": pod.uid, "status.podIP": "127.0.0.1"}
-    return known[field_path]
+    return known.get(str((entry["valueFrom"].get("fieldRef") or {}).get("fieldPath")))
+
+
+def _lock(state: Path) -> int:
+    """Hold the state directory for as long as this process lives."""
+    try:
+        state.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(state / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    except OSError as error:
+        raise LocalError(
+            f"the state directory {state} cannot be used: {error.strerror}; choose another with --state"
+        ) from error
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(descriptor)
+        raise LocalError(f"another run uses {state}: end it, or choose another with --state") from error
+    return descriptor
+
+
+def _remove(path: Path) -> None:
+    """Remove what an earlier run left."""
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from disagg_operator.planning import deployment_geometry, geometry_spec
@@ -61,8 +63,16 @@ def keep_layers(snapshot: Snapshot, layers: int) -> Snapshot:
         listed = role.parallelism.pipeline_layers
         if listed is not None:
             kept = [sorted(set(parse_ranges(stage)) & set(cut.layers)) for stage in listed]
+            if not all(kept):
+                stage = kept.index([])
+                raise Refusal(
+                    "NoLayers",
+                    "--layers",
+                    f"the first {layers} layers leave stage {stage} of {name} ({listed[stage]}) without any",
+                    f"Keep at least {max(parse_ranges(part)[0] for part in listed) + 1}, or list no pipelineLayers",
+                )
             parallelism = role.parallelism.model_copy(
-                update={"pipeline_layers": [format_ranges(stage) for stage in kept if stage]}
+                update={"pipeline_layers": [format_ranges(stage) for stage in kept]}
             )
             changes[name] = role.model_copy(update={"parallelism": parallelism})
     changed = deployment.model_copy(update={"spec": spec.model_copy(update=changes)})
@@ -101,12 +111,47 @@ def page_bytes(side: wire.Side) -> int:
     )
 
 
-def too_large(longest: int, limit: int) -> Refusal:
-    """Why not even the smallest cut of the model fits."""
+def too_large(deployment: DisaggDeployment, plan: wire.Plan, layers: int, longest: int, limit: int) -> Refusal:
+    """Why the longest requests do not fit, and what would."""
+    needed = 0.0
+    for side in (plan.source, plan.destination):
+        block = max(page.block_tokens or 1 for page in side.pages)
+        share = _DECODE_SHARE if side.role == "decode" else 1 - _DECODE_SHARE
+        replicas = max(1, deployment.spec.role(side.role).replicas)
+        pages = _REQUESTS_AT_ONCE * blocks_for(longest, block)
+        needed = max(needed, pages * page_bytes(side) * replicas / share)
     return Refusal(
         "NotEnoughMemory",
         "--max-memory",
-        f"{_REQUESTS_AT_ONCE} requests of {longest} tokens do not fit into {limit / 2**20:.0f} MiB, "
-        "even with the fewest layers",
-        "Give more memory or shorter requests (--max-tokens)",
+        f"{_REQUESTS_AT_ONCE} requests of {longest} tokens at {layers} {'layer' if layers == 1 else 'layers'} need "
+        f"{math.ceil(needed / 2**20)} MiB, {limit / 2**20:.2f} MiB are allowed",
+        f"Use --max-memory {math.ceil(needed / 2**20)}Mi, shorter requests (--max-tokens) or fewer --layers",
     )
+
+
+def check_available(sizes: Sizes) -> None:
+    """Refuse pools that the machine cannot hold, before anything is started for them.
+
+    Raises:
+        Refusal: `NotEnoughMemory`.
+    """
+    available = _available()
+    wanted = sum(sizes.bytes.values())
+    if available is not None and wanted > available:
+        raise Refusal(
+            "NotEnoughMemory",
+            "--max-memory",
+            f"the pools take {wanted / 2**20:.0f} MiB, the machine has {available / 2**20:.0f} MiB available",
+            f"Use at most {available // 2**20 * 3 // 4}Mi",
+        )
+
+
+def _available() -> int | None:
+    """Available memory in bytes, where Linux tells."""
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except (OSError, ValueError, IndexError):
+        return None
+    return None

@@ -31,10 +31,14 @@ from disagg_operator.local.pods import (
     write_pods,
 )
 from disagg_operator.local.processes import Container, LocalCluster, LocalError, Pod
-from disagg_operator.local.sizing import Sizes, keep_layers, size, too_large
+from disagg_operator.local.sizing import Sizes, check_available, keep_layers, size, too_large
 from disagg_operator.planning import deployment_geometry
 from disagg_operator.reconcile import Desired, Snapshot, reconcile
 from disagg_plan import wire
+from disagg_plan.errors import Refusal
+
+_LONGEST_TMPDIR = 40
+"""A socket's path has at most 107 bytes, and pods add about 60 to the directory."""
 
 SYNTHETIC_ENGINE = "disagg-synthetic-engine"
 
@@ -78,6 +82,9 @@ class Reporter(Protocol):
     def end(self) -> None:
         """Requests are over."""
 
+    def finished(self, account: Any) -> None:
+        """The account of the run, as soon as it is known."""
+
 
 def prepare(snapshot: Snapshot, options: UpOptions) -> tuple[Desired, Sizes]:
     """Choose layers and pages within the memory limit, and reconcile.
@@ -85,18 +92,26 @@ def prepare(snapshot: Snapshot, options: UpOptions) -> tuple[Desired, Sizes]:
     Raises:
         PlanError: the deployment is refused, or not even one layer fits.
     """
+    check_replicas(snapshot)
     whole = deployment_geometry(snapshot.deployment.spec, snapshot.config_maps).layers
+    if options.layers is not None and options.layers > len(whole):
+        raise Refusal(
+            "TooManyLayers",
+            "--layers",
+            f"{options.layers} layers are to be kept, the model has {len(whole)} with a cache",
+            f"Use at most {len(whole)}",
+        )
     pipeline = max(snapshot.deployment.spec.role(name).parallelism.pipeline for name in ("prefill", "decode"))
-    wanted = min(options.layers or len(whole), len(whole))
+    wanted = options.layers or len(whole)
     while True:
         desired = reconcile(keep_layers(snapshot, wanted) if wanted < len(whole) else snapshot, LOCAL)
         if desired.plan is None:
-            raise desired.refusal if desired.refusal is not None else too_large(options.longest, options.max_memory)
+            raise desired.refusal or LocalError("reconcile gave no plan")
         sizes = size(snapshot.deployment, desired.plan, len(whole), options.longest, options.max_memory)
         if sizes is not None:
             return desired, sizes
         if options.layers is not None or wanted <= pipeline:
-            raise too_large(options.longest, options.max_memory)
+            raise too_large(snapshot.deployment, desired.plan, wanted, options.longest, options.max_memory)
         wanted = max(pipeline, wanted // 2)
 
 
@@ -112,14 +127,19 @@ async def up(snapshot: Snapshot, options: UpOptions, reporter: Reporter) -> Acco
         raise LocalError("reconcile gave no plan")
     reporter.mapping(desired.plan)
     reporter.line(sizes.sentence(options.max_memory))
-    scratch = Path(tempfile.mkdtemp(prefix="disagg-"))
-    cluster = LocalCluster(options.state, scratch)
+    check_available(sizes)
+    scratch = make_scratch()
+    try:
+        cluster = LocalCluster(options.state, scratch)
+    except BaseException:
+        shutil.rmtree(scratch, ignore_errors=True)
+        raise
     try:
         async with _pods(cluster, desired, sizes, options, reporter) as pods:
             account = await _drive(pods, desired.plan, options, reporter)
+            reporter.finished(account)
             if options.keep:
-                reporter.line("staying up; interrupt to stop")
-                await asyncio.Event().wait()
+                await stay_up(reporter)
             return account
     finally:
         await cluster.stop()
@@ -191,6 +211,37 @@ async def _drive(pods: list[Pod], plan: wire.Plan, options: UpOptions, reporter:
 async def _watch(pod: Pod, container: Container, driver: Driver) -> None:
     code = await container.process.wait()
     driver.pod_died(pod.name, f"PodDied: container {container.name} of pod {pod.name} ended with {code}")
+
+
+def check_replicas(snapshot: Snapshot) -> None:
+    """Refuse to run a side that has nobody; on a cluster that is a way to pause it.
+
+    Raises:
+        Refusal: `NothingToRun`.
+    """
+    for role in ("prefill", "decode"):
+        if snapshot.deployment.spec.role(role).replicas == 0:
+            raise Refusal("NothingToRun", f"spec.{role}.replicas", "0 replicas serve no request", "Use at least 1")
+
+
+async def stay_up(reporter: Reporter) -> None:
+    """Wait until interrupted: how a run that is kept ends, and no failure of it."""
+    reporter.line("staying up; interrupt to stop")
+    with contextlib.suppress(asyncio.CancelledError):
+        await asyncio.Event().wait()
+
+
+def make_scratch() -> Path:
+    """A new directory for sockets, in TMPDIR unless that is too long for a socket's path.
+
+    Raises:
+        LocalError: no such directory can be made.
+    """
+    preferred = tempfile.gettempdir()
+    try:
+        return Path(tempfile.mkdtemp(prefix="disagg-", dir=preferred if len(preferred) <= _LONGEST_TMPDIR else "/tmp"))
+    except OSError as error:
+        raise LocalError(f"no directory for sockets can be made: {error}") from error
 
 
 def with_placement(snapshot: Snapshot, placement: str | None, protocol: str | None) -> Snapshot:

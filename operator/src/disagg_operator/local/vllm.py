@@ -9,7 +9,6 @@ import os
 import shutil
 import socket
 import sys
-import tempfile
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,7 +29,7 @@ from disagg_operator.local.pods import (
     write_pods,
 )
 from disagg_operator.local.processes import Container, LocalCluster, LocalError, Pod
-from disagg_operator.local.up import Reporter
+from disagg_operator.local.up import Reporter, check_replicas, make_scratch, stay_up
 from disagg_operator.reconcile import Snapshot, reconcile
 
 _ENGINE_SECONDS = 300.0
@@ -117,14 +116,19 @@ async def up_vllm(snapshot: Snapshot, options: VllmOptions, reporter: Reporter) 
         LocalError: vLLM is not installed, or something did not come up.
     """
     python = find_python()
+    check_replicas(snapshot)
     desired = reconcile(snapshot, LOCAL)
     if desired.plan is None:
         raise desired.refusal or LocalError("reconcile gave no plan")
     if snapshot.deployment.spec.engine.name != "vllm":
         raise LocalError(f"the deployment declares engine {snapshot.deployment.spec.engine.name!r}, not vllm")
     reporter.mapping(desired.plan)
-    scratch = Path(tempfile.mkdtemp(prefix="disagg-"))
-    cluster = LocalCluster(options.state, scratch)
+    scratch = make_scratch()
+    try:
+        cluster = LocalCluster(options.state, scratch)
+    except BaseException:
+        shutil.rmtree(scratch, ignore_errors=True)
+        raise
     try:
         model = await _make_model(python, scratch)
         reporter.line("starting engines, a single engine to compare with, and vllm-router")
@@ -133,9 +137,10 @@ async def up_vllm(snapshot: Snapshot, options: VllmOptions, reporter: Reporter) 
         await run.start(apply_objects(cluster, desired, reporter.line))
         reporter.line(f"{len(run.pods)} pods ready and paired in {time.monotonic() - started:.1f} s")
         account = await run.drive(reporter)
+        reporter.finished(account)
         if options.keep:
-            reporter.line(f"router at {run.router_url}; staying up, interrupt to stop")
-            await asyncio.Event().wait()
+            reporter.line(f"router at {run.router_url}")
+            await stay_up(reporter)
         return account
     finally:
         await cluster.stop(grace=15.0)
