@@ -94,6 +94,7 @@ class Leases:
         if key in self._holds:
             text = f"request {message.request} is already held on rank {rank}"
             return [ToEngineRank(rank, Failed(message.request, "DuplicateHold", text, freed=False))]
+        self._ended.pop((rank, message.request, message.generation), None)
         self._holds[key] = _Held(rank, message, now + self._seconds)
         held = ToEngineRank(rank, Held(message.request, message.generation, self._seconds))
         return [held, *self._hear_early(now, rank, message.request)]

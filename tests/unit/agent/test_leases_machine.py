@@ -75,6 +75,7 @@ class LeasesMachine(RuleBasedStateMachine):
         self.early: dict[Key, tuple[float, Open | Done]] = {}
         self.now = 0.0
         self.lives: dict[tuple[int, str], Life] = {}
+        self.ended: dict[tuple[int, str, str], str] = {}
         self.serving = dict.fromkeys(RANKS, 0)
         self.holds = 0
         self.ends = 0
@@ -94,6 +95,7 @@ class LeasesMachine(RuleBasedStateMachine):
         else:
             assert action.message == Held(request, generation, LEASE)
             self.lives[rank, request] = Life(rank, message, self.now + LEASE)
+            self.ended.pop((rank, request, generation), None)
             self.holds += 1
             for key in [key for key in self.early if (key[1], key[3]) == (rank, request)]:
                 _, waiting = self.early.pop(key)
@@ -117,7 +119,8 @@ class LeasesMachine(RuleBasedStateMachine):
     def open(self, reader: Reader, rank: int, request: str, generation: str, destination: int, tokens: int) -> None:
         message = Open(request, generation, rank, destination, tokens)
         actions = self.leases.open(self.now, reader, message)
-        if (rank, request) not in self.lives and self.grace:
+        waits = (rank, request) not in self.lives and (rank, request, generation) not in self.ended
+        if waits and self.grace:
             assert actions == []
             self.early[key_of(reader, message)] = (self.now + self.grace, message)
         else:
@@ -145,7 +148,7 @@ class LeasesMachine(RuleBasedStateMachine):
 
     def reason(self, life: Life | None, message: Open) -> str:
         if life is None:
-            return "UnknownRequest"
+            return self.ended.get((message.source, message.request, message.generation), "UnknownRequest")
         if life.hold.generation != message.generation:
             return "StaleGeneration"
         if life.aborted:
@@ -170,7 +173,7 @@ class LeasesMachine(RuleBasedStateMachine):
         """Enter a completion into the model; how many actions it must cause."""
         life = self.lives.get((message.source, message.request))
         if life is None:
-            if self.grace:
+            if self.grace and (message.source, message.request, message.generation) not in self.ended:
                 self.early[key_of(reader, message)] = (self.now + self.grace, message)
             return 0
         if life.hold.generation != message.generation or message.destination not in COMPLETIONS[message.source]:
@@ -201,12 +204,21 @@ class LeasesMachine(RuleBasedStateMachine):
     def rank_gone(self, rank: int) -> None:
         actions = self.leases.rank_gone(rank)
         gone = [life for life in self.lives.values() if life.rank == rank]
-        told = {(action.reader, action.message.request, action.message.destination) for action in actions}  # type: ignore[union-attr]
-        assert told == {(reader, life.hold.request, one) for life in gone for reader, one in life.open_by}
+        told = [(action.reader, action.message) for action in actions if isinstance(action, ToReader)]
         assert len(told) == len(actions)
-        assert all(isinstance(action.message, Revoked) and action.message.code == "EngineGone" for action in actions)
+        revoked = [(reader, one.request, one.destination) for reader, one in told if isinstance(one, Revoked)]
+        assert sorted(revoked, key=repr) == sorted(
+            ((reader, life.hold.request, one) for life in gone for reader, one in life.open_by), key=repr
+        )
+        # Whoever waited for a hold that cannot come any more hears it too; a completion has nobody to hear it.
+        waiting = [key for key, (_, message) in self.early.items() if key[1] == rank and isinstance(message, Open)]
+        refused = [key_of(reader, one) for reader, one in told if isinstance(one, OpenRefused)]
+        assert sorted(refused, key=repr) == sorted(waiting, key=repr)
+        assert all(one.code == "EngineGone" for _, one in told if isinstance(one, Revoked | OpenRefused))
+        self.early = {key: early for key, early in self.early.items() if key[1] != rank}
         for life in gone:
             del self.lives[rank, life.hold.request]
+            self.ended[rank, life.hold.request, life.hold.generation] = "EngineGone"
             self.ends += 1
         self.serving[rank] = 0
 
@@ -250,6 +262,8 @@ class LeasesMachine(RuleBasedStateMachine):
                     assert not life.open_by, "pages are given back while a reader has them open"
                     assert message.generation == life.hold.generation
                     assert message.reason in ("completed", "aborted", "expired")
+                    codes = {"completed": "RequestCompleted", "aborted": "RequestAborted", "expired": "LeaseExpired"}
+                    self.ended[rank, message.request, message.generation] = codes[message.reason]
                     if message.reason == "completed":
                         assert life.complete
                     else:
