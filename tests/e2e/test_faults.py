@@ -63,6 +63,9 @@ def test_killing_a_process_fails_its_requests_within_two_seconds(
     document = json.loads(out)
     assert document["failedRequests"] > 0
     assert document["wrongBytes"] == 0
+    # The other side fails requests, and lives.
+    assert len(document["problems"]) == 1
+    assert f"container {victim} of pod {pod['name']}" in document["problems"][0]
     requests = disagg.requests("small")
     assert len(requests) == 100000
     in_flight = [one for one in requests if one["started"] <= killed <= one["finished"]]
@@ -88,6 +91,36 @@ def test_an_interrupted_run_leaves_no_process(running: Any, alive: Any, number: 
     assert "interrupted" in err
     assert not [pid for pid in every_pid(pods) if alive(pid)]
     assert not Path(pods[0]["agentHttp"]).exists()
+
+
+def test_a_second_interrupt_does_not_stop_the_cleaning_up(running: Any, alive: Any) -> None:
+    process, pods = running
+    folder = Path(pods[0]["agentHttp"]).parents[2]
+    process.send_signal(signal.SIGINT)
+    # Again as soon as the first one shows: the first container is gone, the cleaning up goes on.
+    while all(alive(pid) for pid in every_pid(pods)):
+        pass
+    process.send_signal(signal.SIGINT)
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=20.0)
+    assert process.returncode == 130
+    assert not [pid for pid in every_pid(pods) if alive(pid)]
+    assert not folder.exists()
+
+
+def test_a_kept_run_shows_its_account_first(disagg: Any, write_deployment: Callable[..., Path], wait_for: Any) -> None:
+    file = write_deployment()
+    arguments = ("up", "-f", str(file), "--requests", "4", "--max-tokens", "64", "--max-memory", "24Mi", "--keep")
+    process = disagg.start(*arguments, "-o", "json")
+    document = json.loads(process.stdout.readline())
+    assert (document["requests"], document["failedRequests"]) == (4, 0)
+    second = disagg.run(*arguments)
+    assert second.code == 1
+    assert "another run uses" in second.err
+    assert "--state" in second.err
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=20.0)
+    assert process.returncode == 0
 
 
 def test_a_killed_runner_leaves_no_process(running: Any, alive: Any, wait_for: Any) -> None:
