@@ -23,8 +23,7 @@ from numpy.typing import ArrayLike, NDArray
 from disagg_agent.errors import MAX_TEXT, FrameError
 
 PROTOCOL = 1
-"""Version of all three conversations."""
-
+"""Version of all three."""
 RequestId = Annotated[str, Meta(min_length=1, max_length=256)]
 Word = Annotated[str, Meta(max_length=256)]
 Text = Annotated[str, Meta(max_length=MAX_TEXT)]

@@ -16,13 +16,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 from uuid import uuid4
 
 import numpy as np
 
-from disagg_agent.descriptors import EdgeDescriptors, Piece, build_edge, indexes, pieces
+from disagg_agent.descriptors import build_edge, indexes, pieces
 from disagg_agent.errors import AgentError, FrameError, MoverError
 from disagg_agent.messages import (
     Cancel,
@@ -41,6 +40,7 @@ from disagg_agent.messages import (
     Serve,
     unpack_pages,
 )
+from disagg_agent.mover_state import Link, Moving, Probing, State, Stream, is_over
 from disagg_agent.nixl_port import NixlPort
 from disagg_plan.errors import RequestError
 from disagg_plan.pairing import check_blocks, page_pairs
@@ -53,70 +53,6 @@ PROBE_BYTES = 64
 
 _SPIN_SECONDS = 0.002
 _NAP_SECONDS = 0.00005
-
-
-@dataclass(eq=False)
-class _Link:
-    """A connected source."""
-
-    source: int
-    card: MoverCard
-    edge: EdgeDescriptors
-    local: Any
-    remote: Any
-    pool: dict[str, int]
-
-
-@dataclass
-class _Stream:
-    """What is still to be read from one source for one move."""
-
-    link: _Link
-    pieces: deque[Piece]
-    handle: Any = None
-    in_flight: int = 0
-
-
-@dataclass
-class _Move:
-    id: str
-    started: float
-    streams: list[_Stream]
-    bytes: int = 0
-    failure: AgentError | None = None
-
-    def fail(self, error: AgentError) -> None:
-        """Keep the first failure and post nothing more; what is in flight must still end."""
-        self.failure = self.failure or error
-        for stream in self.streams:
-            stream.pieces.clear()
-
-
-@dataclass
-class _ProbeRun:
-    link: str
-    handle: Any
-    started: float
-
-
-@dataclass
-class _State:
-    """What the mover's thread works on.
-
-    Attributes:
-        leaving: dropped links with something in flight. NIXL forgets their peers only when it has ended: asked about
-            a transfer whose peer it has forgotten, it reports an error while the data keeps landing.
-    """
-
-    links: dict[str, _Link] = field(default_factory=dict)
-    leaving: list[_Link] = field(default_factory=list)
-    moves: list[_Move] = field(default_factory=list)
-    probes: list[_ProbeRun] = field(default_factory=list)
-    serving: int = 0
-
-    @property
-    def busy(self) -> bool:
-        return bool(self.moves or self.probes or self.serving)
 
 
 class Mover:
@@ -148,7 +84,7 @@ class Mover:
         self._rank = rank
         self._regions = list(regions)
         self._emit = emit
-        self._state = _State()
+        self._state = State()
         self._commands: queue.SimpleQueue[MoverCommand | None] = queue.SimpleQueue()
         self._pool = _table_pages(plan, regions)
         self._ready: queue.SimpleQueue[MoverCard | MoverError] = queue.SimpleQueue()
@@ -184,7 +120,7 @@ class Mover:
         while self._take_commands():
             self._poll()
         # Handles keep the NIXL agent alive, and only its end stops what is in flight: drop them first.
-        self._state = _State()
+        self._state = State()
         del self._port
 
     def _take_commands(self) -> bool:
@@ -232,7 +168,7 @@ class Mover:
             self._drop(command.link)
             self._port.connect(command.card.metadata, command.card.name)
             try:
-                self._state.links[command.link] = _Link(
+                self._state.links[command.link] = Link(
                     source=command.source,
                     card=command.card,
                     edge=descriptors,
@@ -295,7 +231,7 @@ class Mover:
         if ended:
             self._emit(Probed(command.link, time.monotonic() - started, "", ""))
         else:
-            self._state.probes.append(_ProbeRun(command.link, handle, started))
+            self._state.probes.append(Probing(command.link, handle, started))
 
     def _start(self, command: Move) -> None:
         started = time.monotonic()
@@ -304,9 +240,9 @@ class Mover:
         except (AgentError, RequestError) as error:
             self._emit(Moved(command.id, 0, 0.0, error.code, error.message))
             return
-        self._state.moves.append(_Move(command.id, started, streams))
+        self._state.moves.append(Moving(command.id, started, streams))
 
-    def _stream(self, command: Move, source: MoveSource) -> _Stream:
+    def _stream(self, command: Move, source: MoveSource) -> Stream:
         link = self._state.links.get(source.link)
         if link is None:
             raise MoverError("NotConnected", f"the source {source.link} is not connected")
@@ -331,14 +267,14 @@ class Mover:
             )
             pairs = page_pairs(sub_tokens, src_ids, src_block, dst_ids, dst_block, command.start, command.tokens)
             found.append(indexes(rows, pairs))
-        return _Stream(link, deque(pieces(found)))
+        return Stream(link, deque(pieces(found)))
 
     def _poll(self) -> None:
         changed = self._poll_probes()
         for move in self._state.moves:
             for stream in move.streams:
                 changed |= self._advance(move, stream)
-        for move in [move for move in self._state.moves if _is_over(move)]:
+        for move in [move for move in self._state.moves if is_over(move)]:
             self._state.moves.remove(move)
             failure = move.failure
             self._emit(
@@ -383,7 +319,7 @@ class Mover:
             self._state.probes.remove(probe)
         return bool(over)
 
-    def _advance(self, move: _Move, stream: _Stream) -> bool:
+    def _advance(self, move: Moving, stream: Stream) -> bool:
         """Poll one stream and post its next piece; whether anything happened."""
         changed = False
         try:
@@ -406,14 +342,10 @@ class Mover:
             changed = True
         return changed
 
-    def _finish(self, move: _Move, stream: _Stream) -> None:
+    def _finish(self, move: Moving, stream: Stream) -> None:
         handle, stream.handle = stream.handle, None
         move.bytes += stream.in_flight
         self._port.release(handle)
-
-
-def _is_over(move: _Move) -> bool:
-    return all(stream.handle is None and not stream.pieces for stream in move.streams)
 
 
 def _one_row(address: int, size: int) -> np.ndarray[Any, np.dtype[np.uint64]]:

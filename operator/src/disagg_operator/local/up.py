@@ -128,21 +128,29 @@ async def up(snapshot: Snapshot, options: UpOptions, reporter: Reporter) -> Acco
     reporter.mapping(desired.plan)
     reporter.line(sizes.sentence(options.max_memory))
     check_available(sizes)
+    async with local_cluster(options.state) as cluster, _pods(cluster, desired, sizes, options, reporter) as pods:
+        account = await _drive(pods, desired.plan, options, reporter)
+        reporter.finished(account)
+        if options.keep:
+            await stay_up(reporter)
+        return account
+
+
+@contextlib.asynccontextmanager
+async def local_cluster(state: Path, grace: float = 5.0) -> AsyncIterator[LocalCluster]:
+    """A place to run pods; whatever happens, no process and no socket of them is left.
+
+    Raises:
+        LocalError: the state directory cannot be used, or another run uses it.
+    """
     scratch = make_scratch()
     try:
-        cluster = LocalCluster(options.state, scratch)
-    except BaseException:
-        shutil.rmtree(scratch, ignore_errors=True)
-        raise
-    try:
-        async with _pods(cluster, desired, sizes, options, reporter) as pods:
-            account = await _drive(pods, desired.plan, options, reporter)
-            reporter.finished(account)
-            if options.keep:
-                await stay_up(reporter)
-            return account
+        cluster = LocalCluster(state, scratch)
+        try:
+            yield cluster
+        finally:
+            await cluster.stop(grace)
     finally:
-        await cluster.stop()
         shutil.rmtree(scratch, ignore_errors=True)
 
 

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import json
 import os
-import shutil
 import socket
 import sys
 import time
@@ -29,7 +28,7 @@ from disagg_operator.local.pods import (
     write_pods,
 )
 from disagg_operator.local.processes import Container, LocalCluster, LocalError, Pod
-from disagg_operator.local.up import Reporter, check_replicas, make_scratch, stay_up
+from disagg_operator.local.up import Reporter, check_replicas, local_cluster, stay_up
 from disagg_operator.reconcile import Snapshot, reconcile
 
 _ENGINE_SECONDS = 300.0
@@ -123,14 +122,8 @@ async def up_vllm(snapshot: Snapshot, options: VllmOptions, reporter: Reporter) 
     if snapshot.deployment.spec.engine.name != "vllm":
         raise LocalError(f"the deployment declares engine {snapshot.deployment.spec.engine.name!r}, not vllm")
     reporter.mapping(desired.plan)
-    scratch = make_scratch()
-    try:
-        cluster = LocalCluster(options.state, scratch)
-    except BaseException:
-        shutil.rmtree(scratch, ignore_errors=True)
-        raise
-    try:
-        model = await _make_model(python, scratch)
+    async with local_cluster(options.state, grace=15.0) as cluster:
+        model = await _make_model(python, cluster.scratch)
         reporter.line("starting engines, a single engine to compare with, and vllm-router")
         started = time.monotonic()
         run = _Run(cluster, python, model, options, snapshot)
@@ -142,9 +135,6 @@ async def up_vllm(snapshot: Snapshot, options: VllmOptions, reporter: Reporter) 
             reporter.line(f"router at {run.router_url}")
             await stay_up(reporter)
         return account
-    finally:
-        await cluster.stop(grace=15.0)
-        shutil.rmtree(scratch, ignore_errors=True)
 
 
 @dataclass
