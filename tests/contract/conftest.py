@@ -108,6 +108,13 @@ class Inbox:
         assert isinstance(message, wanted), message
         return message
 
+    def maybe(self, seconds: float) -> Any:
+        """The next message, or None if none comes in time."""
+        try:
+            return self._queue.get(timeout=seconds)
+        except queue.Empty:
+            return None
+
     def none_for(self, seconds: float) -> None:
         """Assert that nothing comes for a while."""
         with contextlib.suppress(queue.Empty):

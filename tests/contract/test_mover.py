@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -359,14 +360,19 @@ def test_a_source_that_is_gone_is_named(tcp_only: None, connected: Any) -> None:
 
 
 @pytest.fixture
-def in_flight(tcp_only: None, stage: Any, single: Any) -> Any:
+def in_flight(tcp_only: None, stage: Any, single: Any, arrays: Any) -> Any:
     """A move that waits for its source, which does not drive its progress: nothing lands, nothing ends."""
     movers = stage.movers(single)
     movers.connect()
     movers.fill("first", SRC, 96)
     (one,) = movers.decode
+    deadline = time.monotonic() + 20.0
     one.mover.submit(movers.move(0, "m", 96, 0, SRC, DST))
-    one.events.none_for(0.2)
+    while one.events.maybe(0.3) is not None:
+        # The source's thread had not gone to sleep yet after connecting, and served this one.
+        assert time.monotonic() < deadline, "the source never stops to drive its progress"
+        one.pool.poison(arrays(DST))
+        one.mover.submit(movers.move(0, "m", 96, 0, SRC, DST))
     return movers
 
 
