@@ -361,7 +361,7 @@ def test_what_a_prefill_agent_must_not_say(stage: Any, plan: Any, until: Any) ->
     for rank in (0, 1, 9):
         peer.say(sock, Opened("s", "g", rank, rank, {"attention": b"abc"}, 1.0))
         peer.say(sock, OpenRefused("s", "g", rank, rank, "c", "m"))
-    engine.load("r", SourceRef("prefill-0", "s", "g", "", 0), 40, engine.ids(40))
+    engine.load("r", SourceRef("prefill-0", "another", "g", "", 0), 40, engine.ids(40))
     until(lambda: decode.transfers()["loads"] == 2, "decode asks")
     assert state_of(decode, "prefill-0")[0] == "connecting"
     sock.close()

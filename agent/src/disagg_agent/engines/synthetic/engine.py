@@ -256,9 +256,11 @@ class SyntheticEngine:
         "last byte."""
         await asyncio.gather(*(event.wait() for event in pending.freed.values()))
         self._requests.pop(request, None)
-        ids = self._owned.pop(request, None)
+        ids = self._owned.get(request)
         if ids is not None:
             await self._each_pool(lambda pool: pool.poison(ids))
+            # Owned until it is poison again: a check for stray bytes in between would find the request's own.
+            del self._owned[request]
             await self.blocks.give_back(ids)
 
     async def _each_pool(self, work: Callable[[RankPool], Any]) -> list[Any]:
