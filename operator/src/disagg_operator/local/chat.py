@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -112,9 +112,20 @@ def make_prompts(count: int, longest: int, seed: int) -> list[Prompt]:
     return prompts
 
 
-async def ask(session: aiohttp.ClientSession, url: str, model: str, prompt: Prompt, generate: int) -> Answer:
-    """Stream one greedy completion of exactly `generate` tokens."""
-    body = {
+async def ask(
+    session: aiohttp.ClientSession,
+    url: str,
+    model: str,
+    prompt: Prompt,
+    generate: int,
+    params: Mapping[str, Any] | None = None,
+) -> Answer:
+    """Stream one greedy completion of exactly `generate` tokens.
+
+    Args:
+        params: `kv_transfer_params`, for whoever asks an engine and not the router.
+    """
+    body: dict[str, Any] = {
         "model": model,
         "prompt": list(prompt.tokens),
         "max_tokens": generate,
@@ -124,6 +135,8 @@ async def ask(session: aiohttp.ClientSession, url: str, model: str, prompt: Prom
         "return_token_ids": True,
         "logprobs": 2,
     }
+    if params is not None:
+        body["kv_transfer_params"] = params
     answer = Answer()
     started = time.monotonic()
     try:

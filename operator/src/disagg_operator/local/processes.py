@@ -2,7 +2,7 @@
 
 Each container of a pod template becomes a process. Volumes become directories, and a path under a container's
 mountPath, in its env or command, becomes the path of that directory. Processes are leaders of their own sessions,
-die with this process whatever kills it, and are ended by their pids.
+which end with them, as a container does with its first process; all die with this process whatever kills it.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import fcntl
 import os
 import shutil
 import signal
+import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -83,6 +84,9 @@ class LocalCluster:
         self.scratch = scratch
         self.pods: list[Pod] = []
         self._lock = _lock(state)
+        self._ends: set[asyncio.Task[None]] = set()
+        self._reaper = _start_reaper()
+        self._tell_reaper(str(scratch))
         for old in [*state.glob("*.yaml"), *state.glob("*.json*"), state / "configmaps", state / "logs"]:
             _remove(old)
 
@@ -149,8 +153,12 @@ class LocalCluster:
                 start_new_session=True,
                 preexec_fn=_die_with_parent,
             )
+        self._tell_reaper(f"+{process.pid}")
         started = Container(container["name"], process, path)
         pod.containers[started.name] = started
+        end = asyncio.create_task(self._end_session(process))
+        self._ends.add(end)
+        end.add_done_callback(self._ends.discard)
         return started
 
     async def stop(self, grace: float = 5.0) -> None:
@@ -170,10 +178,40 @@ class LocalCluster:
             if container.process.returncode is None:
                 _signal(container, signal.SIGKILL)
                 await container.process.wait()
+        await asyncio.gather(*self._ends)
+        if self._reaper.stdin is not None:
+            self._reaper.stdin.close()
+        await asyncio.to_thread(self._reaper.wait)
         os.close(self._lock)
+
+    async def _end_session(self, process: asyncio.subprocess.Process) -> None:
+        """End what the first process of a container leaves: nothing outlives it in a pid namespace either."""
+        await process.wait()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        self._tell_reaper(f"-{process.pid}")
+
+    def _tell_reaper(self, line: str) -> None:
+        if self._reaper.stdin is not None:
+            # Without a reaper there is less to clean up after a kill of this process, and nothing else is lost.
+            with contextlib.suppress(BrokenPipeError):
+                self._reaper.stdin.write(f"{line}\n".encode())
+                self._reaper.stdin.flush()
 
     def _config_map(self, name: str) -> Path:
         return self._state / "configmaps" / name
+
+
+def _start_reaper() -> subprocess.Popen[bytes]:
+    program = Path(__file__).with_name("reaper.py")
+    # In a session of its own: an interrupt on the terminal is for the runner, which then cleans up by itself.
+    return subprocess.Popen(
+        [sys.executable, "-SE", str(program)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
 
 
 def _signal(container: Container, number: signal.Signals) -> None:

@@ -1,0 +1,22 @@
+"""The negative control: a connector that swaps the first two pages of a load when a request asks for it."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from disagg_agent.engines.vllm.connector import DisaggConnector
+
+
+class SwappedPages(DisaggConnector):
+    """`DisaggConnector`, but wrong on demand."""
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """As the parent, then swap."""
+        params = request.kv_transfer_params or {}
+        swap = params.get("do_remote_prefill") and params.get("disagg", {}).get("swap")
+        super().update_state_after_alloc(request, blocks, num_external_tokens)
+        if swap:
+            order = self._scheduler._loads[-1]
+            wrong = tuple((ids[1], ids[0], *ids[2:]) for ids in order.blocks)
+            self._scheduler._loads[-1] = dataclasses.replace(order, blocks=wrong)
