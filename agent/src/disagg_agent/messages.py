@@ -135,8 +135,9 @@ class Hold(_Struct, frozen=True, tag="hold"):
 
 
 class Load(_Struct, frozen=True, tag="load"):
-    """Decode: fill these pages with positions `[start, tokens)` of the source request. Answered by `Loaded` or "
-    "`Failed`."""
+    """Decode: fill these pages with positions `[start, tokens)` of the source request. Answered by `Loaded` or
+    `Failed`.
+    """
 
     request: RequestId
     source: SourceRef
@@ -246,8 +247,9 @@ class MoveSource(_Struct, frozen=True):
 
 
 class Move(_Struct, frozen=True, tag="m.move"):
-    """Read positions `[start, tokens)` from every listed source into `pages`. `Moved` answers, once nothing is "
-    "in flight."""
+    """Read positions `[start, tokens)` from every listed source into `pages`. `Moved` answers, once nothing is in
+    flight.
+    """
 
     id: Key
     tokens: Natural

@@ -116,8 +116,7 @@ class NixlPort:
 
 
 def _quieten() -> None:
-    """Bring NIXL's own logger under ours: it prints to standard output, which belongs to the program that "
-    "imports us."""
+    """Bring NIXL's own logger under ours: it prints to standard output, which belongs to our importer."""
     logger = logging.getLogger("nixl")
     logger.handlers.clear()
     logger.propagate = True

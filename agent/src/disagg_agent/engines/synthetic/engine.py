@@ -68,8 +68,7 @@ class _Request:
 
 
 class SyntheticEngine:
-    """Prefills (fills pages and holds them) or decodes (loads pages and checks every byte), as its agent's role "
-    "says."""
+    """Prefills (fills pages and holds them) or decodes (loads pages and checks every byte), as its agent's role is."""
 
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
@@ -252,8 +251,9 @@ class SyntheticEngine:
         task.add_done_callback(_report)
 
     async def _release(self, request: str, pending: _Request) -> None:
-        """Give pages back once no rank has a use for them: on prefill after `Released`, on decode after the "
-        "last byte."""
+        """Give pages back once no rank has a use for them: on prefill after `Released`, on decode after the last
+        byte.
+        """
         await asyncio.gather(*(event.wait() for event in pending.freed.values()))
         self._requests.pop(request, None)
         ids = self._owned.get(request)
