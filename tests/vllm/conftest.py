@@ -166,7 +166,8 @@ async def _start(cluster: LocalCluster) -> tuple[VllmPods, str]:
     desired = reconcile(Snapshot(deployment), LOCAL)
     assert desired.plan is not None
     made = apply_objects(cluster, desired, lambda _line: None)
-    env = {"PYTHONPATH": str(ROOT / "tests" / "vllm" / "connectors")}
+    path = [str(ROOT / "tests" / "vllm" / "connectors"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    env = {"PYTHONPATH": os.pathsep.join(path)}
     pods = VllmPods(cluster, PYTHON, await make_model(PYTHON, cluster.scratch), deployment.spec, env=env)
     own: dict[str, list[str]] = {}
     policies = iter(["fail", "recompute"])
