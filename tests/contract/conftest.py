@@ -24,6 +24,7 @@ import numpy as np
 import pytest
 
 from disagg_agent.agent import Agent, AgentConfig
+from disagg_agent.cards import MoverCard, RankCard
 from disagg_agent.engine_client import EngineRank
 from disagg_agent.engines.synthetic.content import request_seed
 from disagg_agent.engines.synthetic.pool import RankPool
@@ -40,11 +41,9 @@ from disagg_agent.messages import (
     Load,
     Move,
     Moved,
-    MoverCard,
     MoveSource,
     Probe,
     Probed,
-    RankCard,
     Ranks,
     Serve,
     SideChannel,

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from disagg_agent.cards import RankCard
 from disagg_agent.handshake import Address
 from disagg_agent.messages import (
     Done,
@@ -20,7 +21,6 @@ from disagg_agent.messages import (
     Loaded,
     Open,
     Opened,
-    RankCard,
     Ranks,
     Released,
     Revoked,

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from disagg_agent.cards import HOST, SegmentDeclaration
 from disagg_agent.engine_client import EngineRank
 from disagg_agent.errors import AgentError, RegistrationRefused
 from disagg_agent.frames import Codec, send_with_fds
@@ -257,7 +258,9 @@ def right(stage: Any, decode: Any, loaded: LoadedPlan) -> tuple[Register, int]:
     worker = stage.worker(decode, 0)
     size = worker.pool.segment.size
     factors = loaded.expected_factors("decode")
-    return Register(PROTOCOL, 0, factors, "agent", [size], worker.pool.regions), worker.pool.fd
+    return Register(
+        PROTOCOL, 0, factors, "agent", [SegmentDeclaration(size, HOST)], worker.pool.regions
+    ), worker.pool.fd
 
 
 def test_another_protocol_is_refused_with_both_numbers(raw: Raw, right: tuple[Register, int]) -> None:
@@ -280,7 +283,7 @@ def test_a_mover_whose_memory_differs_from_what_is_registered(
     regions = [replace(region, pages=5) for region in worker.pool.regions]
     size = worker.pool.segment.size
     factors = loaded.expected_factors("decode")
-    raw.say(Register(PROTOCOL, 0, factors, "engine", [size], regions, worker.card))
+    raw.say(Register(PROTOCOL, 0, factors, "engine", [SegmentDeclaration(size, HOST)], regions, worker.card))
     assert "6" in raw.refused("UnequalPools").message
 
 

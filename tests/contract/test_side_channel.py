@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from disagg_agent.cards import RankCard
 from disagg_agent.frames import Codec
 from disagg_agent.handshake import Address
 from disagg_agent.messages import (
@@ -24,7 +25,6 @@ from disagg_agent.messages import (
     Open,
     Opened,
     OpenRefused,
-    RankCard,
     Ranks,
     Released,
     SideChannel,

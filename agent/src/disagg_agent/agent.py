@@ -16,6 +16,7 @@ from typing import Any, Literal
 from uuid import uuid4
 
 from disagg_agent import leases, loads
+from disagg_agent.cards import RankCard
 from disagg_agent.engine_socket import EngineSocket, RankSession
 from disagg_agent.errors import AgentError
 from disagg_agent.handshake import Address
@@ -36,7 +37,6 @@ from disagg_agent.messages import (
     OpenRefused,
     Probe,
     Probed,
-    RankCard,
     Released,
     Serve,
     Welcome,

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from disagg_agent.cards import RegionCard
 from disagg_agent.errors import MoverError
-from disagg_agent.messages import RegionCard
 from disagg_plan.pairing import Pairs
 from disagg_plan.runs import Runs, edge_runs
 from disagg_plan.wire import Edge, Plan
@@ -69,19 +69,24 @@ class Piece:
 
 
 def build_edge(
-    plan: Plan, edge: Edge, source: Sequence[RegionCard], destination: Sequence[RegionCard], device: int = 0
+    plan: Plan,
+    edge: Edge,
+    source: Sequence[RegionCard],
+    destination: Sequence[RegionCard],
+    src_device: int = 0,
+    dst_device: int = 0,
 ) -> EdgeDescriptors:
     """Descriptor rows of one edge.
 
     Args:
         source, destination: registered regions of the two ranks.
-        device: NIXL device id of both (0 for host memory).
+        src_device, dst_device: the devices under which the two ranks registered their memory.
 
     Raises:
         MoverError: `MissingRegion` if a side lacks memory that the edge touches, `TooManyDescriptors`.
     """
-    src = _Side(source, device)
-    dst = _Side(destination, device)
+    src = _Side(source, src_device)
+    dst = _Side(destination, dst_device)
     source_pages = plan.source.ranks[edge.source].pages
     destination_pages = plan.destination.ranks[edge.destination].pages
     by_table: dict[str, list[tuple[Ints, Ints, Ints]]] = {}

@@ -12,10 +12,11 @@ import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
+from disagg_agent.cards import MoverCard, Placement, RegionDeclaration, SegmentDeclaration
 from disagg_agent.errors import AgentError, FrameError, RegistrationRefused
 from disagg_agent.frames import Codec, send_with_fds
 from disagg_agent.messages import (
@@ -31,10 +32,8 @@ from disagg_agent.messages import (
     Load,
     Loaded,
     Move,
-    MoverCard,
     Probe,
     Refused,
-    RegionDeclaration,
     Register,
     Registered,
     Released,
@@ -43,13 +42,13 @@ from disagg_agent.messages import (
     Welcome,
 )
 from disagg_agent.mover import Mover
+from disagg_agent.placement import one_place
 from disagg_agent.plan_loader import LoadedPlan, check_plan
-from disagg_agent.segments import Memory, region_cards
+from disagg_agent.segments import DeviceAccess, Memory, region_cards
 
 log = logging.getLogger(__name__)
 
 EngineMessage = Held | Released | Loaded | Failed | Freed
-Placement = Literal["agent", "engine"]
 
 
 class EngineRank:
@@ -95,6 +94,7 @@ class EngineRank:
         placement: Placement,
         on_message: Callable[[EngineMessage], None],
         on_lost: Callable[[str], None],
+        device: DeviceAccess | None = None,
     ) -> None:
         """Register the rank's memory and start listening.
 
@@ -102,26 +102,16 @@ class EngineRank:
             fds: descriptors of the segments; used for placement `agent` only, and never closed here.
             on_message: called from a thread of this object with each message of the agent.
             on_lost: called once when the connection ends, with the reason.
+            device: what a mover of GPU memory needs.
 
         Raises:
-            RegistrationRefused: the agent's refusal, with its code and message.
+            RegistrationRefused: the agent's refusal, with its code and message; `MixedMemory`.
             AgentError: the mover cannot start here.
         """
-        card: MoverCard | None = None
-        if placement == "engine":
-            self._mover = Mover(
-                self.loaded.plan,
-                self.welcome.role,
-                rank,
-                [(segment.address, segment.size) for segment in segments],
-                region_cards(segments, regions),
-                self._send,
-            )
-            card = self._mover.card
-        message = Register(
-            PROTOCOL, rank, dict(factors), placement, [segment.size for segment in segments], list(regions), card
-        )
+        declared = [SegmentDeclaration(segment.size, segment.place) for segment in segments]
         try:
+            card = self._start_mover(rank, segments, regions, device) if placement == "engine" else None
+            message = Register(PROTOCOL, rank, dict(factors), placement, declared, list(regions), card)
             send_with_fds(self._socket, self._codec.encode(message), list(fds) if placement == "agent" else [])
             answer = self._next()
             if isinstance(answer, Refused):
@@ -149,6 +139,11 @@ class EngineRank:
         """Give a request up; `Released` (prefill) or `Freed` (decode) follows."""
         self._send(Abort(request))
 
+    def cut(self) -> None:
+        """End the connection as if the agent had: the mover ends, then `on_lost` is told."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
     def close(self) -> None:
         """End the connection, then the mover if it lives here."""
         with contextlib.suppress(OSError):
@@ -157,6 +152,25 @@ class EngineRank:
         if mover is not None:
             mover.close()
         self._socket.close()
+
+    def _start_mover(
+        self,
+        rank: int,
+        segments: Sequence[Memory],
+        regions: Sequence[RegionDeclaration],
+        device: DeviceAccess | None,
+    ) -> MoverCard:
+        self._mover = Mover(
+            self.loaded.plan,
+            self.welcome.role,
+            rank,
+            [(segment.address, segment.size) for segment in segments],
+            region_cards(segments, regions),
+            self._send,
+            one_place((segment.place for segment in segments), f"{self.welcome.role} rank {rank}"),
+            device,
+        )
+        return self._mover.card
 
     def _send(self, message: msgspec.Struct) -> None:
         frame = self._codec.encode(message)

@@ -20,6 +20,7 @@ from typing import Protocol
 
 import msgspec
 
+from disagg_agent.cards import MoverCard, RankCard
 from disagg_agent.errors import AgentError, FrameError, RegistrationRefused
 from disagg_agent.frames import Codec, close_all
 from disagg_agent.messages import (
@@ -29,11 +30,9 @@ from disagg_agent.messages import (
     Hold,
     Load,
     Moved,
-    MoverCard,
     MoverCommand,
     MoverEvent,
     Probed,
-    RankCard,
     Refused,
     Register,
     Registered,
@@ -42,7 +41,7 @@ from disagg_agent.messages import (
 )
 from disagg_agent.mover import Mover
 from disagg_agent.plan_loader import LoadedPlan
-from disagg_agent.registry import Pool, check_card, check_registration
+from disagg_agent.registry import Pool, check_mover, check_registration
 from disagg_agent.segments import Segment, map_segments, region_cards
 
 log = logging.getLogger(__name__)
@@ -290,15 +289,8 @@ class EngineSocket:
             raise
         if message.placement == "engine":
             close_all(fds)
-            if message.mover is None:
-                raise RegistrationRefused("NoMover", "placement engine registers without a mover")
-            moved = check_card(self._loaded, self._role, RankCard(message.rank, message.factors, message.mover))
-            if moved != pool:
-                raise RegistrationRefused(
-                    "UnequalPools", f"the mover has {dict(moved.pages)} pages, {dict(pool.pages)} are registered"
-                )
-            return _Handshake(message, pool, message.mover, None, [])
-        segments = map_segments(fds, message.segments)
+            return _Handshake(message, pool, check_mover(self._loaded, self._role, message, pool), None, [])
+        segments = map_segments(fds, [segment.size for segment in message.segments])
         mover = Mover(
             self._loaded.plan,
             self._role,

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
+from disagg_agent.cards import RankCard
 from disagg_agent.errors import PeerRefused, RegistrationRefused
-from disagg_agent.messages import Hello, RankCard
+from disagg_agent.messages import Hello
 from disagg_agent.plan_loader import LoadedPlan
 from disagg_agent.registry import check_card, check_factors
 

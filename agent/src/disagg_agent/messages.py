@@ -7,6 +7,8 @@ Three conversations, each a tagged union:
 * agent and mover (`MoverCommand`, `MoverEvent`): a queue where the mover lives in the agent, the engine socket where it
   lives in the engine. One set of types serves both.
 
+What ranks say of themselves and their memory is in `disagg_agent.cards`.
+
 Page ids travel as little-endian int32 bytes per block table (`pack_pages`): 32,768 ids are 128 KiB and no Python
 object.
 """
@@ -15,25 +17,30 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-import msgspec
 import numpy as np
 from msgspec import Meta
 from numpy.typing import ArrayLike, NDArray
 
+from disagg_agent.cards import (
+    Key,
+    MoverCard,
+    Natural,
+    Placement,
+    RankCard,
+    RankId,
+    RegionDeclaration,
+    RequestId,
+    Seconds,
+    SegmentDeclaration,
+    Struct,
+    Word,
+)
 from disagg_agent.errors import MAX_TEXT, FrameError
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Version of all three."""
-RequestId = Annotated[str, Meta(min_length=1, max_length=256)]
-Word = Annotated[str, Meta(max_length=256)]
 Text = Annotated[str, Meta(max_length=MAX_TEXT)]
-Key = Annotated[str, Meta(max_length=512)]
-"""A word with something of ours put to it: names of links and moves."""
 Pages = dict[Word, bytes]
-Natural = Annotated[int, Meta(ge=0, le=2**62)]
-RankId = Annotated[int, Meta(ge=0, le=2**16)]
-PageCount = Annotated[int, Meta(ge=0, le=2**31 - 1)]
-Seconds = Annotated[float, Meta(ge=0, le=1e9)]
 
 
 def pack_pages(ids: ArrayLike) -> bytes:
@@ -59,46 +66,7 @@ def unpack_pages(data: bytes) -> NDArray[np.int64]:
     return np.frombuffer(data, dtype="<i4").astype(np.int64)
 
 
-class _Struct(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Base of all messages: immutable, unknown fields refused."""
-
-
-class RegionCard(_Struct, frozen=True):
-    """Registered memory of one (group, layer, region of the page): `base` is an address in the mover's process."""
-
-    group: Word
-    layer: Natural
-    region: Natural
-    base: Natural
-    stride: Natural
-    pages: PageCount
-
-
-class RegionDeclaration(_Struct, frozen=True):
-    """The same as an engine declares it: an offset into one of the segments that it hands over."""
-
-    group: Word
-    layer: Natural
-    region: Natural
-    segment: Natural
-    offset: Natural
-    bytes: Natural
-    stride: Natural
-    pages: PageCount
-
-
-class MoverCard(_Struct, frozen=True):
-    """How other movers reach this one: a NIXL agent name, its metadata, and the memory that it registered.
-
-    The metadata holds memory keys: whoever has it can read the memory. It is never logged.
-    """
-
-    name: Word
-    metadata: bytes
-    regions: list[RegionCard]
-
-
-class SourceRef(_Struct, frozen=True):
+class SourceRef(Struct, frozen=True):
     """Where a decode engine was told to load from, as carried by `kv_transfer_params`."""
 
     replica: Word
@@ -111,7 +79,7 @@ class SourceRef(_Struct, frozen=True):
 # Engine rank -> agent.
 
 
-class Register(_Struct, frozen=True, tag="register"):
+class Register(Struct, frozen=True, tag="register"):
     """First message of an engine rank. With placement `agent` the segments follow as file descriptors of this frame;
     with placement `engine` the mover is in the engine and introduces itself.
     """
@@ -119,13 +87,13 @@ class Register(_Struct, frozen=True, tag="register"):
     protocol: int
     rank: RankId
     factors: dict[Word, Any]
-    placement: Literal["agent", "engine"]
-    segments: list[Natural]
+    placement: Placement
+    segments: list[SegmentDeclaration]
     regions: list[RegionDeclaration]
     mover: MoverCard | None = None
 
 
-class Hold(_Struct, frozen=True, tag="hold"):
+class Hold(Struct, frozen=True, tag="hold"):
     """Prefill: keep these pages of a request until decode has read them. Answered by `Held` or `Failed`."""
 
     request: RequestId
@@ -134,7 +102,7 @@ class Hold(_Struct, frozen=True, tag="hold"):
     pages: Pages
 
 
-class Load(_Struct, frozen=True, tag="load"):
+class Load(Struct, frozen=True, tag="load"):
     """Decode: fill these pages with positions `[start, tokens)` of the source request. Answered by `Loaded` or
     `Failed`.
     """
@@ -146,7 +114,7 @@ class Load(_Struct, frozen=True, tag="load"):
     pages: Pages
 
 
-class Abort(_Struct, frozen=True, tag="abort"):
+class Abort(Struct, frozen=True, tag="abort"):
     """Either role: the request is over; the pages are free once `Released` or `Freed` has come."""
 
     request: RequestId
@@ -155,7 +123,7 @@ class Abort(_Struct, frozen=True, tag="abort"):
 # Agent -> engine rank.
 
 
-class Welcome(_Struct, frozen=True, tag="welcome"):
+class Welcome(Struct, frozen=True, tag="welcome"):
     """First message of the agent: the plan, so that an engine needs no mount of its own."""
 
     protocol: int
@@ -166,18 +134,18 @@ class Welcome(_Struct, frozen=True, tag="welcome"):
     plan: bytes
 
 
-class Registered(_Struct, frozen=True, tag="registered"):
+class Registered(Struct, frozen=True, tag="registered"):
     """The rank's memory agrees with the plan and is usable."""
 
 
-class Refused(_Struct, frozen=True, tag="refused"):
+class Refused(Struct, frozen=True, tag="refused"):
     """The rank is not served; the connection ends."""
 
     code: Word
     message: Text
 
 
-class Held(_Struct, frozen=True, tag="held"):
+class Held(Struct, frozen=True, tag="held"):
     """The pages are under a lease of this many seconds."""
 
     request: RequestId
@@ -185,7 +153,7 @@ class Held(_Struct, frozen=True, tag="held"):
     lease: Seconds
 
 
-class Released(_Struct, frozen=True, tag="released"):
+class Released(Struct, frozen=True, tag="released"):
     """Prefill: the pages are free. `reason` is `completed`, `expired` or `aborted`."""
 
     request: RequestId
@@ -193,7 +161,7 @@ class Released(_Struct, frozen=True, tag="released"):
     reason: Word
 
 
-class Loaded(_Struct, frozen=True, tag="loaded"):
+class Loaded(Struct, frozen=True, tag="loaded"):
     """Decode: every byte of the span is in place."""
 
     request: RequestId
@@ -201,7 +169,7 @@ class Loaded(_Struct, frozen=True, tag="loaded"):
     seconds: Seconds
 
 
-class Failed(_Struct, frozen=True, tag="failed"):
+class Failed(Struct, frozen=True, tag="failed"):
     """The hold or load failed. Unless `freed`, late bytes may still land: the pages stay taken until `Freed`."""
 
     request: RequestId
@@ -210,7 +178,7 @@ class Failed(_Struct, frozen=True, tag="failed"):
     freed: bool
 
 
-class Freed(_Struct, frozen=True, tag="freed"):
+class Freed(Struct, frozen=True, tag="freed"):
     """No byte can land any more in the pages of a failed or aborted load."""
 
     request: RequestId
@@ -219,7 +187,7 @@ class Freed(_Struct, frozen=True, tag="freed"):
 # Agent -> mover.
 
 
-class Connect(_Struct, frozen=True, tag="m.connect"):
+class Connect(Struct, frozen=True, tag="m.connect"):
     """Load a source's metadata and prepare the descriptors of the edge from its rank. Answered by `Connected`."""
 
     link: Key
@@ -227,26 +195,26 @@ class Connect(_Struct, frozen=True, tag="m.connect"):
     card: MoverCard
 
 
-class Disconnect(_Struct, frozen=True, tag="m.disconnect"):
+class Disconnect(Struct, frozen=True, tag="m.disconnect"):
     """Forget a source; its transfers in flight end as they may."""
 
     link: Key
 
 
-class Probe(_Struct, frozen=True, tag="m.probe"):
+class Probe(Struct, frozen=True, tag="m.probe"):
     """Read a few bytes from a source into scratch memory: wires the connection up and proves it. `Probed` answers."""
 
     link: Key
 
 
-class MoveSource(_Struct, frozen=True):
+class MoveSource(Struct, frozen=True):
     """Pages that one source rank holds for a request."""
 
     link: Key
     pages: Pages
 
 
-class Move(_Struct, frozen=True, tag="m.move"):
+class Move(Struct, frozen=True, tag="m.move"):
     """Read positions `[start, tokens)` from every listed source into `pages`. `Moved` answers, once nothing is in
     flight.
     """
@@ -258,13 +226,13 @@ class Move(_Struct, frozen=True, tag="m.move"):
     sources: list[MoveSource]
 
 
-class Cancel(_Struct, frozen=True, tag="m.cancel"):
+class Cancel(Struct, frozen=True, tag="m.cancel"):
     """Post nothing more for a move; `Moved` still comes when what is in flight has ended."""
 
     id: Key
 
 
-class Serve(_Struct, frozen=True, tag="m.serve"):
+class Serve(Struct, frozen=True, tag="m.serve"):
     """How many more (or fewer) remote movers announced that they use our memory: above none, we drive progress."""
 
     change: int
@@ -273,7 +241,7 @@ class Serve(_Struct, frozen=True, tag="m.serve"):
 # Mover -> agent.
 
 
-class Connected(_Struct, frozen=True, tag="m.connected"):
+class Connected(Struct, frozen=True, tag="m.connected"):
     """Outcome of `Connect`; `code` empty on success."""
 
     link: Key
@@ -281,7 +249,7 @@ class Connected(_Struct, frozen=True, tag="m.connected"):
     message: Text
 
 
-class Probed(_Struct, frozen=True, tag="m.probed"):
+class Probed(Struct, frozen=True, tag="m.probed"):
     """Outcome of `Probe`; `code` empty on success."""
 
     link: Key
@@ -290,7 +258,7 @@ class Probed(_Struct, frozen=True, tag="m.probed"):
     message: Text
 
 
-class Moved(_Struct, frozen=True, tag="m.moved"):
+class Moved(Struct, frozen=True, tag="m.moved"):
     """A move has ended and nothing of it is in flight; `code` empty on success."""
 
     id: Key
@@ -303,15 +271,7 @@ class Moved(_Struct, frozen=True, tag="m.moved"):
 # Agent <-> agent.
 
 
-class RankCard(_Struct, frozen=True):
-    """One registered rank of a pod."""
-
-    rank: RankId
-    factors: dict[Word, Any]
-    mover: MoverCard
-
-
-class Hello(_Struct, frozen=True, tag="hello"):
+class Hello(Struct, frozen=True, tag="hello"):
     """First message of either side. Compared before anything else is believed."""
 
     protocol: int
@@ -323,20 +283,20 @@ class Hello(_Struct, frozen=True, tag="hello"):
     compat: Word
 
 
-class Ranks(_Struct, frozen=True, tag="ranks"):
+class Ranks(Struct, frozen=True, tag="ranks"):
     """All ranks that are registered now; replaces what was said before."""
 
     ranks: list[RankCard]
 
 
-class Watch(_Struct, frozen=True, tag="watch"):
+class Watch(Struct, frozen=True, tag="watch"):
     """Decode is about to touch this source rank's memory (or has stopped): poll for it."""
 
     source: RankId
     on: bool
 
 
-class Open(_Struct, frozen=True, tag="open"):
+class Open(Struct, frozen=True, tag="open"):
     """Decode rank `destination` asks for a request's pages on `source`. Answered by `Opened` or `OpenRefused`."""
 
     request: RequestId
@@ -346,7 +306,7 @@ class Open(_Struct, frozen=True, tag="open"):
     tokens: Natural
 
 
-class Opened(_Struct, frozen=True, tag="opened"):
+class Opened(Struct, frozen=True, tag="opened"):
     """The pages, in order of position, and the seconds that the lease still has."""
 
     request: RequestId
@@ -357,7 +317,7 @@ class Opened(_Struct, frozen=True, tag="opened"):
     lease: Seconds
 
 
-class OpenRefused(_Struct, frozen=True, tag="open-refused"):
+class OpenRefused(Struct, frozen=True, tag="open-refused"):
     """Nothing may be read."""
 
     request: RequestId
@@ -368,7 +328,7 @@ class OpenRefused(_Struct, frozen=True, tag="open-refused"):
     message: Text
 
 
-class Done(_Struct, frozen=True, tag="done"):
+class Done(Struct, frozen=True, tag="done"):
     """Decode rank `destination` will not read the request from `source` (any more). Repeating it is harmless."""
 
     request: RequestId
@@ -377,7 +337,7 @@ class Done(_Struct, frozen=True, tag="done"):
     destination: RankId
 
 
-class Revoked(_Struct, frozen=True, tag="revoked"):
+class Revoked(Struct, frozen=True, tag="revoked"):
     """The pages of an opened request must not be used: aborted, expired, or the engine is gone."""
 
     request: RequestId
@@ -388,7 +348,7 @@ class Revoked(_Struct, frozen=True, tag="revoked"):
     message: Text
 
 
-class Bye(_Struct, frozen=True, tag="bye"):
+class Bye(Struct, frozen=True, tag="bye"):
     """Why the connection ends."""
 
     code: Word

@@ -21,6 +21,7 @@ from uuid import uuid4
 
 import numpy as np
 
+from disagg_agent.cards import HOST, MoverCard, Place, RegionCard
 from disagg_agent.descriptors import build_edge, indexes, pieces
 from disagg_agent.errors import AgentError, FrameError, MoverError
 from disagg_agent.messages import (
@@ -30,18 +31,17 @@ from disagg_agent.messages import (
     Disconnect,
     Move,
     Moved,
-    MoverCard,
     MoverCommand,
     MoverEvent,
     MoveSource,
     Probe,
     Probed,
-    RegionCard,
     Serve,
     unpack_pages,
 )
 from disagg_agent.mover_state import Link, Moving, Probing, State, Stream, is_over
-from disagg_agent.nixl_port import NixlPort
+from disagg_agent.nixl_port import NixlPort, named
+from disagg_agent.segments import DeviceAccess
 from disagg_plan.errors import RequestError
 from disagg_plan.pairing import check_blocks, page_pairs
 from disagg_plan.wire import Plan
@@ -65,9 +65,11 @@ class Mover:
         segments: `(address, bytes)` of the memory to register.
         regions: where each (group, layer, region) lies in it.
         emit: called from the mover's thread with each event; must not block.
+        place: where all of that memory is.
+        device: what GPU memory needs besides; None for host memory.
 
     Raises:
-        MoverError: NIXL is not usable or refuses the memory.
+        MoverError: NIXL is not usable or refuses the memory; `NoScratch` for GPU memory without usable `device`.
     """
 
     def __init__(
@@ -78,12 +80,16 @@ class Mover:
         segments: Sequence[tuple[int, int]],
         regions: Sequence[RegionCard],
         emit: Callable[[MoverEvent], None],
+        place: Place = HOST,
+        device: DeviceAccess | None = None,
     ) -> None:
         self._plan = plan
         self._role = role
         self._rank = rank
         self._regions = list(regions)
         self._emit = emit
+        self._place = place
+        self._device = device
         self._state = State()
         self._commands: queue.SimpleQueue[MoverCommand | None] = queue.SimpleQueue()
         self._pool = _table_pages(plan, regions)
@@ -110,10 +116,10 @@ class Mover:
 
     def _run(self, segments: list[tuple[int, int]]) -> None:
         try:
+            self._scratch = self._enter()
             self._port = NixlPort(f"{self._role}-{self._rank}-{uuid4().hex}")
-            self._scratch = np.zeros(PROBE_BYTES, dtype=np.uint8)
-            self._port.register([*segments, (self._scratch.ctypes.data, PROBE_BYTES)])
-            self._ready.put(MoverCard(self._port.name, self._port.metadata(), self._regions))
+            self._port.register([*segments, (self._scratch, PROBE_BYTES)], self._place)
+            self._ready.put(MoverCard(self._port.name, self._port.metadata(), self._regions, self._place))
         except MoverError as error:
             self._ready.put(error)
             return
@@ -122,6 +128,20 @@ class Mover:
         # Handles keep the NIXL agent alive, and only its end stops what is in flight: drop them first.
         self._state = State()
         del self._port
+
+    def _enter(self) -> int:
+        """Make this thread fit for the memory; the address of the scratch memory of probes, which lies beside it."""
+        if self._place.kind == "DRAM":
+            self._host_scratch = np.zeros(PROBE_BYTES, dtype=np.uint8)
+            return int(self._host_scratch.ctypes.data)
+        access = self._device
+        if access is None or access.scratch.size < PROBE_BYTES or access.scratch.place != self._place:
+            raise MoverError(
+                "NoScratch", f"a mover of {self._place} needs {PROBE_BYTES} bytes of scratch memory there for probes"
+            )
+        with named("DeviceUnavailable"):
+            access.enter()
+        return access.scratch.address
 
     def _take_commands(self) -> bool:
         """Handle what is queued; wait for more only when nothing is going on. False once closed."""
@@ -163,21 +183,24 @@ class Mover:
             text = f"the plan has no edge from prefill rank {command.source} to decode rank {self._rank}"
             self._emit(Connected(command.link, "NoEdge", text))
             return
+        card = command.card
         try:
-            descriptors = build_edge(self._plan, edge, command.card.regions, self._regions)
+            descriptors = build_edge(
+                self._plan, edge, card.regions, self._regions, card.place.device, self._place.device
+            )
             self._drop(command.link)
-            self._port.connect(command.card.metadata, command.card.name)
+            self._port.connect(card.metadata, card.name)
             try:
                 self._state.links[command.link] = Link(
                     source=command.source,
-                    card=command.card,
+                    card=card,
                     edge=descriptors,
-                    local=self._port.prepare(descriptors.dst_rows, None),
-                    remote=self._port.prepare(descriptors.src_rows, command.card.name),
-                    pool=_table_pages(self._plan, command.card.regions),
+                    local=self._port.prepare(descriptors.dst_rows, None, self._place.kind),
+                    remote=self._port.prepare(descriptors.src_rows, card.name, card.place.kind),
+                    pool=_table_pages(self._plan, card.regions),
                 )
             except MoverError:
-                self._forget(command.card.name)
+                self._forget(card.name)
                 raise
         except MoverError as error:
             self._emit(Connected(command.link, error.code, error.message))
@@ -216,12 +239,12 @@ class Mover:
         if link is None:
             self._emit(Probed(command.link, 0.0, "NotConnected", "the source is not connected"))
             return
-        region = link.card.regions[0]
+        region, theirs, ours = link.card.regions[0], link.card.place, self._place
         page = self._plan.source.pages[self._plan.source.ranks[link.source].pages[region.group]]
         size = min(PROBE_BYTES, page.regions[region.region].bytes)
         try:
-            local = self._port.prepare(_one_row(int(self._scratch.ctypes.data), size), None)
-            remote = self._port.prepare(_one_row(region.base, size), link.card.name)
+            local = self._port.prepare(_one_row(self._scratch, size, ours.device), None, ours.kind)
+            remote = self._port.prepare(_one_row(region.base, size, theirs.device), link.card.name, theirs.kind)
             zero = np.zeros(1, dtype=np.int32)
             started = time.monotonic()
             handle, ended = self._port.post("READ", local, zero, remote, zero)
@@ -348,8 +371,8 @@ class Mover:
         self._port.release(handle)
 
 
-def _one_row(address: int, size: int) -> np.ndarray[Any, np.dtype[np.uint64]]:
-    return np.array([[address, size, 0, size, 1]], dtype=np.uint64)
+def _one_row(address: int, size: int, device: int) -> np.ndarray[Any, np.dtype[np.uint64]]:
+    return np.array([[address, size, device, size, 1]], dtype=np.uint64)
 
 
 def _pages(pages: dict[str, bytes], table: str) -> np.ndarray[Any, np.dtype[np.int64]]:

@@ -6,9 +6,9 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
+from disagg_agent.cards import MoverCard
 from disagg_agent.descriptors import EdgeDescriptors, Piece
 from disagg_agent.errors import AgentError
-from disagg_agent.messages import MoverCard
 
 
 @dataclass(eq=False)

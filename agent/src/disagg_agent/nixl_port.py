@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from disagg_agent.cards import HOST, MemoryKind, Place
 from disagg_agent.errors import MoverError
 
 if TYPE_CHECKING:
@@ -29,28 +30,37 @@ class NixlPort:
 
     Args:
         name: unique for ever; a name seen once with bad metadata is unusable.
-        memory: `DRAM` or `VRAM`, of everything that is registered here.
     """
 
-    def __init__(self, name: str, memory: Literal["DRAM", "VRAM"] = "DRAM") -> None:
+    def __init__(self, name: str) -> None:
         self.name = name
-        self._memory = memory
         self._peers: set[str] = set()
-        with _named("NixlUnavailable"):
+        with named("NixlUnavailable"):
             # Imported here: the plan room, tests and tools use this package without NIXL installed.
             from nixl._api import nixl_agent, nixl_agent_config
 
             _quieten()
             self._agent = nixl_agent(name, nixl_agent_config(enable_prog_thread=False, backends=["UCX"]))
 
-    def register(self, segments: Iterable[tuple[int, int]]) -> None:
-        """Register memory, `(address, bytes)` each."""
-        with _named("RegisterFailed"):
-            self._agent.register_memory([(address, size, 0, "") for address, size in segments], self._memory)
+    def register(self, segments: Iterable[tuple[int, int]], place: Place = HOST) -> None:
+        """Register memory, `(address, bytes)` each, all in one place.
+
+        Raises:
+            MoverError: `RegisterFailed`; for GPU memory also where UCX has no support for it or was told to do without.
+        """
+        rows = [(address, size, place.device, "") for address, size in segments]
+        try:
+            with named("RegisterFailed"):
+                self._agent.register_memory(rows, place.kind)
+        except MoverError as error:
+            if place.kind == "DRAM":
+                raise
+            hint = "UCX must be able to see the GPU: where UCX_TLS is set, it has to contain cuda_copy"
+            raise MoverError(error.code, f"NIXL takes no {place}: {error.message}; {hint}") from error
 
     def metadata(self) -> bytes:
         """Connection info and memory keys of everything registered: a secret."""
-        with _named("MetadataFailed"):
+        with named("MetadataFailed"):
             return bytes(self._agent.get_agent_metadata())
 
     def connect(self, metadata: bytes, expected: str) -> None:
@@ -59,7 +69,7 @@ class NixlPort:
         Raises:
             MoverError: `ConnectFailed`, or `WrongName` if the metadata is another agent's.
         """
-        with _named("ConnectFailed"):
+        with named("ConnectFailed"):
             name = self._agent.add_remote_agent(metadata)
         actual = name.decode() if isinstance(name, bytes) else str(name)
         if actual != expected:
@@ -71,13 +81,22 @@ class NixlPort:
     def disconnect(self, name: str) -> None:
         """Forget a peer."""
         self._peers.discard(name)
-        with _named("DisconnectFailed"):
+        with named("DisconnectFailed"):
             self._agent.remove_remote_agent(name)
 
-    def prepare(self, rows: np.ndarray[Any, np.dtype[np.uint64]], remote: str | None) -> Any:
-        """Prepare strided rows, `(n, 5)` of uint64; `remote` None for our own memory."""
-        with _named("PrepareFailed"):
-            return self._agent.prep_xfer_dlist("NIXL_INIT_AGENT" if remote is None else remote, rows, self._memory)
+    def prepare(self, rows: np.ndarray[Any, np.dtype[np.uint64]], remote: str | None, kind: MemoryKind = "DRAM") -> Any:
+        """Prepare one side of transfers.
+
+        Args:
+            rows: strided rows `(address, bytes, device, stride, count)`, shape `(n, 5)` of uint64.
+            remote: name of the peer whose memory they lie in; None for our own.
+            kind: of that side's memory; the other side's may differ.
+
+        Raises:
+            MoverError: `PrepareFailed`, the side never registered such memory under that device.
+        """
+        with named("PrepareFailed"):
+            return self._agent.prep_xfer_dlist("NIXL_INIT_AGENT" if remote is None else remote, rows, kind)
 
     def post(
         self,
@@ -88,7 +107,7 @@ class NixlPort:
         remote_index: np.ndarray[Any, np.dtype[np.int32]],
     ) -> tuple[Any, bool]:
         """Make and post one transfer; its handle and whether it has ended already (shared memory copies at once)."""
-        with _named("TransferFailed"):
+        with named("TransferFailed"):
             handle = self._agent.make_prepped_xfer(operation, local, local_index, remote, remote_index)
             return handle, self._agent.transfer(handle) == "DONE"
 
@@ -98,7 +117,7 @@ class NixlPort:
         Raises:
             MoverError: `TransferFailed`, it has ended badly.
         """
-        with _named("TransferFailed"):
+        with named("TransferFailed"):
             state = self._agent.check_xfer_state(handle)
             if state == "ERR":
                 raise MoverError("TransferFailed", "NIXL reports the transfer in error")
@@ -106,12 +125,12 @@ class NixlPort:
 
     def release(self, handle: Any) -> None:
         """Free a transfer that has ended."""
-        with _named("ReleaseFailed"):
+        with named("ReleaseFailed"):
             handle.release()
 
     def progress(self) -> None:
         """Serve remote transfers that target our memory; does nothing useful unless called often."""
-        with _named("ProgressFailed"):
+        with named("ProgressFailed"):
             self._agent.get_new_notifs()
 
 
@@ -124,7 +143,8 @@ def _quieten() -> None:
 
 
 @contextmanager
-def _named(code: str) -> Iterator[None]:
+def named(code: str) -> Iterator[None]:
+    """Turn whatever a foreign library raises into a `MoverError` of this code."""
     # NIXL's exceptions have no base of their own but `Exception`; bad arguments surface as ValueError or TypeError.
     try:
         yield

@@ -8,9 +8,10 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from disagg_agent.cards import RankCard
 from disagg_agent.errors import AgentError, FrameError, PeerRefused
 from disagg_agent.leases import Reader
-from disagg_agent.messages import Bye, Done, Hello, Open, RankCard, Ranks, Watch
+from disagg_agent.messages import Bye, Done, Hello, Open, Ranks, Watch
 from disagg_agent.side_channel import Channel
 
 log = logging.getLogger(__name__)

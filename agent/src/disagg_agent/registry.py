@@ -11,8 +11,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from disagg_agent.cards import MoverCard, RankCard, RegionCard, RegionDeclaration, SegmentDeclaration
 from disagg_agent.errors import FrameError, RegistrationRefused
-from disagg_agent.messages import Pages, RankCard, RegionCard, RegionDeclaration, Register, unpack_pages
+from disagg_agent.messages import Pages, Register, unpack_pages
+from disagg_agent.placement import check_placement, one_place
 from disagg_agent.plan_loader import LoadedPlan
 from disagg_plan.pairing import check_blocks
 from disagg_plan.ranges import parse_ranges
@@ -30,22 +32,46 @@ def check_registration(loaded: LoadedPlan, role: str, message: Register) -> Pool
     """Judge a registration.
 
     Raises:
-        RegistrationRefused: `UnknownRank`, `CompatMismatch`, `MissingRegion`, `UnknownRegion`, `WrongShape`,
-            `OutsideSegment`, `OverlappingRegions` or `UnequalPools`.
+        RegistrationRefused: `UnknownRank`, `CompatMismatch`, `MixedMemory`, `UnsharableMemory`, `MissingRegion`,
+            `UnknownRegion`, `WrongShape`, `OutsideSegment`, `OverlappingRegions` or `UnequalPools`.
     """
     ranks = loaded.side(role).ranks
     if message.rank >= len(ranks):
         raise RegistrationRefused(
             "UnknownRank", f"rank {message.rank} registers, the plan has {role} ranks 0 to {len(ranks) - 1}"
         )
-    check_factors(loaded.expected_factors(role), message.factors, f"{role} rank {message.rank}", "the plan")
-    expected = expected_regions(loaded, role, message.rank)
     who = f"{role} rank {message.rank}"
+    check_factors(loaded.expected_factors(role), message.factors, who, "the plan")
+    check_placement(message.placement, one_place((segment.place for segment in message.segments), who), who)
+    expected = expected_regions(loaded, role, message.rank)
     _check_keys(expected, message.regions, who)
     for region in message.regions:
         _check_region(region, expected[region.group, region.layer, region.region], message.segments)
     _check_apart(loaded, message.regions)
     return Pool(_pool_sizes(loaded, message.regions))
+
+
+def check_mover(loaded: LoadedPlan, role: str, message: Register, pool: Pool) -> MoverCard:
+    """The mover that an engine registers with placement `engine`: its memory is stated twice and must be the same.
+
+    Args:
+        pool: what the registration itself declares.
+
+    Raises:
+        RegistrationRefused: `NoMover`, `WrongMemory`, `UnequalPools`, or as `check_card`.
+    """
+    if message.mover is None:
+        raise RegistrationRefused("NoMover", "placement engine registers without a mover")
+    found = check_card(loaded, role, RankCard(message.rank, message.factors, message.mover))
+    who = f"{role} rank {message.rank}"
+    place = one_place((segment.place for segment in message.segments), who)
+    if message.mover.place != place:
+        raise RegistrationRefused("WrongMemory", f"{who}: the mover has {message.mover.place}, {place} is registered")
+    if found != pool:
+        raise RegistrationRefused(
+            "UnequalPools", f"the mover has {dict(found.pages)} pages, {dict(pool.pages)} are registered"
+        )
+    return message.mover
 
 
 def check_card(loaded: LoadedPlan, role: str, card: RankCard) -> Pool:
@@ -136,7 +162,7 @@ def _check_keys(
             raise RegistrationRefused("UnknownRegion", f"{who} registers {_name(key)} twice")
 
 
-def _check_region(region: RegionDeclaration, page: Page, segments: list[int]) -> None:
+def _check_region(region: RegionDeclaration, page: Page, segments: Sequence[SegmentDeclaration]) -> None:
     what = _name((region.group, region.layer, region.region))
     planned = page.regions[region.region]
     for field, actual, wanted in (("bytes", region.bytes, planned.bytes), ("stride", region.stride, planned.stride)):
@@ -147,10 +173,9 @@ def _check_region(region: RegionDeclaration, page: Page, segments: list[int]) ->
     if region.segment >= len(segments):
         raise RegistrationRefused("OutsideSegment", f"{what}: segment {region.segment} of {len(segments)}")
     end = region.offset + (region.pages - 1) * region.stride + region.bytes
-    if end > segments[region.segment]:
-        raise RegistrationRefused(
-            "OutsideSegment", f"{what}: ends at byte {end} of a segment of {segments[region.segment]}"
-        )
+    size = segments[region.segment].size
+    if end > size:
+        raise RegistrationRefused("OutsideSegment", f"{what}: ends at byte {end} of a segment of {size}")
 
 
 def _check_apart(loaded: LoadedPlan, regions: Sequence[RegionDeclaration]) -> None:

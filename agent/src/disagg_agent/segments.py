@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from disagg_agent.cards import HOST, Place, RegionCard, RegionDeclaration
 from disagg_agent.errors import RegistrationRefused
 from disagg_agent.frames import close_all
-from disagg_agent.messages import RegionCard, RegionDeclaration
 
 Bytes = NDArray[np.uint8]
 
@@ -28,9 +29,28 @@ class Memory(Protocol):
     def size(self) -> int:
         """Its bytes."""
 
+    @property
+    def place(self) -> Place:
+        """Host memory, or which GPU's."""
+
+
+@dataclass(frozen=True)
+class DeviceAccess:
+    """What a mover needs to use GPU memory of its process; whoever owns the memory makes it.
+
+    Attributes:
+        scratch: memory of the same GPU that nothing else uses, for probes: a probe into host memory would take another
+            path than requests do, and prove nothing about theirs.
+        enter: called first of all on the mover's thread, to make the GPU current there. A new thread has none, and UCX
+            without one quietly does without the links between GPUs.
+    """
+
+    scratch: Memory
+    enter: Callable[[], None]
+
 
 class Segment:
-    """A mapped file descriptor.
+    """A mapped file descriptor: host memory.
 
     Attributes:
         bytes: the memory as an array of uint8; views of it keep the mapping alive.
@@ -41,6 +61,7 @@ class Segment:
         self.bytes: Bytes = np.frombuffer(self._map, dtype=np.uint8)
         self.address = int(self.bytes.ctypes.data)
         self.size = size
+        self.place: Place = HOST
 
 
 def create_segment(name: str, size: int) -> tuple[int, Segment]:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
+from disagg_agent.cards import RankCard
 from disagg_agent.errors import AgentError, FrameError, PeerRefused
 from disagg_agent.handshake import Address, check_cards
 from disagg_agent.loads import link_name
@@ -29,7 +30,6 @@ from disagg_agent.messages import (
     OpenRefused,
     Probe,
     Probed,
-    RankCard,
     Ranks,
     Revoked,
     SourceRef,

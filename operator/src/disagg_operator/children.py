@@ -156,9 +156,14 @@ def pod_template(deployment: DisaggDeployment, plan: wire.Plan, role: RoleName, 
     return template
 
 
-def mover_placement(deployment: DisaggDeployment) -> Literal["agent", "engine"]:
-    """Where movers live. `Auto` is the agent as long as only host memory is served."""
-    return "engine" if deployment.spec.agent.placement == "InEngine" else "agent"
+def mover_placement(deployment: DisaggDeployment) -> Literal["auto", "agent", "engine"]:
+    """Where movers live. `Auto` is decided by each engine rank, which alone knows the kind of its memory."""
+    placements: dict[str, Literal["auto", "agent", "engine"]] = {
+        "Auto": "auto",
+        "Sidecar": "agent",
+        "InEngine": "engine",
+    }
+    return placements[deployment.spec.agent.placement]
 
 
 def expected_factors(plan: wire.Plan, role: RoleName) -> dict[str, Any]:

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from disagg_agent.messages import PROTOCOL, Hello, MoverCard, RankCard, RegionCard, RegionDeclaration, Register
+from disagg_agent.cards import HOST, MoverCard, Place, RankCard, RegionCard, RegionDeclaration, SegmentDeclaration
+from disagg_agent.messages import PROTOCOL, Hello, Register
 from disagg_agent.plan_loader import LoadedPlan, check_plan
 from disagg_plan import wire
 from disagg_plan.geometry import Geometry, Group, Part
@@ -43,7 +44,9 @@ class Kit:
         """A registration with placement `agent` that is right in everything."""
         regions = self.regions(loaded, role, rank, pages)
         size = max(region.offset + region.stride * region.pages for region in regions)
-        return Register(PROTOCOL, rank, loaded.expected_factors(role), "agent", [size], regions)
+        return Register(
+            PROTOCOL, rank, loaded.expected_factors(role), "agent", [SegmentDeclaration(size, HOST)], regions
+        )
 
     def cards(
         self, loaded: LoadedPlan, role: str, rank: int, pages: int | Mapping[str, int], base: int = 1 << 20
@@ -54,8 +57,15 @@ class Kit:
             for region in self.regions(loaded, role, rank, pages)
         ]
 
-    def card(self, loaded: LoadedPlan, role: str, rank: int = 0, pages: int | Mapping[str, int] = 8) -> RankCard:
-        mover = MoverCard(f"{role}-{rank}", b"metadata", self.cards(loaded, role, rank, pages))
+    def card(
+        self,
+        loaded: LoadedPlan,
+        role: str,
+        rank: int = 0,
+        pages: int | Mapping[str, int] = 8,
+        place: Place = HOST,
+    ) -> RankCard:
+        mover = MoverCard(f"{role}-{rank}", b"metadata", self.cards(loaded, role, rank, pages), place)
         return RankCard(rank, loaded.expected_factors(role), mover)
 
     def hello(self, loaded: LoadedPlan, role: Any) -> Hello:

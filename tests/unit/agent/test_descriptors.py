@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from disagg_agent.cards import RegionCard
 from disagg_agent.descriptors import EdgeDescriptors, Index, Ints, Piece, build_edge, indexes, pieces
 from disagg_agent.errors import MoverError
-from disagg_agent.messages import RegionCard
 from disagg_plan import wire
 from disagg_plan.pairing import Pairs, page_pairs
 from disagg_plan.ranges import parse_ranges
@@ -191,13 +191,14 @@ def test_arrays_are_what_nixl_takes(plan: wire.Plan) -> None:
         edge,
         regions(plan, "prefill", edge.source, SOURCE_PAGES, 1),
         regions(plan, "decode", edge.destination, DESTINATION_PAGES, 2),
-        device=3,
+        3,
+        5,
     )
-    for rows in (built.src_rows, built.dst_rows):
+    for rows, device in ((built.src_rows, 3), (built.dst_rows, 5)):
         assert rows.dtype == np.uint64
         assert rows.flags.c_contiguous
         assert rows.shape[1] == 5
-        assert set(rows[:, 2].tolist()) == {3}
+        assert set(rows[:, 2].tolist()) == {device}
     for table, rows in built.tables.items():
         found = indexes(rows, pairs_of(plan, edge, table, [0, 1, 2], [2, 1, 0], 0, 32))
         for piece in pieces([found], 200):

@@ -7,9 +7,10 @@ from typing import Any
 import msgspec
 import pytest
 
+from disagg_agent.cards import RankCard
 from disagg_agent.errors import PeerRefused
 from disagg_agent.handshake import Address, check_cards, check_hello
-from disagg_agent.messages import Hello, RankCard
+from disagg_agent.messages import PROTOCOL, Hello
 from disagg_agent.plan_loader import LoadedPlan
 
 replace = msgspec.structs.replace
@@ -43,7 +44,7 @@ def test_replica_pod_and_life_are_free(ours: Hello, theirs: Hello) -> None:
 @pytest.mark.parametrize(
     ("field", "value", "code", "what"),
     [
-        ("protocol", 2, "ProtocolMismatch", "protocol"),
+        ("protocol", PROTOCOL + 1, "ProtocolMismatch", "protocol"),
         ("plan", "sha256:" + "1" * 64, "PlanMismatch", "plan"),
         ("compat", "sha256:" + "2" * 64, "CompatMismatch", "compat digest"),
     ],

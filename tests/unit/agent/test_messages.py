@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from disagg_agent import messages
+from disagg_agent.cards import RegionCard
 from disagg_agent.errors import FrameError
 from disagg_agent.frames import Codec
 from disagg_agent.messages import (
@@ -18,7 +19,6 @@ from disagg_agent.messages import (
     Move,
     Moved,
     MoveSource,
-    RegionCard,
     SideChannel,
     SourceRef,
     ToAgent,

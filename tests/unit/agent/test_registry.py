@@ -8,8 +8,9 @@ from typing import Any
 import msgspec
 import pytest
 
+from disagg_agent.cards import RankCard, SegmentDeclaration
 from disagg_agent.errors import FrameError, RegistrationRefused
-from disagg_agent.messages import RankCard, Register, pack_pages
+from disagg_agent.messages import Register, pack_pages
 from disagg_agent.plan_loader import LoadedPlan, check_plan
 from disagg_agent.registry import Pool, check_card, check_factors, check_pages, check_registration, expected_regions
 from disagg_plan import wire
@@ -23,6 +24,11 @@ def change(message: Register, index: int, **fields: Any) -> Register:
     regions = list(message.regions)
     regions[index] = replace(regions[index], **fields)
     return replace(message, regions=regions)
+
+
+def resized(message: Register, by: int) -> SegmentDeclaration:
+    """The registration's segment, larger or smaller."""
+    return replace(message.segments[0], size=message.segments[0].size + by)
 
 
 def change_card(card: RankCard, index: int, **fields: Any) -> RankCard:
@@ -60,7 +66,7 @@ def test_every_rank_can_register(kit: Any, loaded: LoadedPlan, role: str, ranks:
 
 
 def test_the_order_of_regions_and_the_size_of_the_segment_are_free(loaded: LoadedPlan, right: Register) -> None:
-    message = replace(right, regions=right.regions[::-1], segments=[right.segments[0] + 1])
+    message = replace(right, regions=right.regions[::-1], segments=[resized(right, +1)])
     assert check_registration(loaded, "decode", message) == Pool({"attention": 8})
 
 
@@ -153,8 +159,8 @@ def test_segment_that_was_not_handed_over(loaded: LoadedPlan, right: Register) -
 
 
 def test_region_that_ends_behind_its_segment(loaded: LoadedPlan, right: Register) -> None:
-    size = right.segments[0]
-    short = replace(right, segments=[size - 1])
+    size = right.segments[0].size
+    short = replace(right, segments=[resized(right, -1)])
     refused(
         "OutsideSegment", lambda: check_registration(loaded, "decode", short), f"byte {size}", f"segment of {size - 1}"
     )

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from disagg_agent.cards import HOST, RegionDeclaration
 from disagg_agent.errors import RegistrationRefused
-from disagg_agent.messages import RegionDeclaration
 from disagg_agent.segments import create_segment, map_segments, region_cards
 
 
@@ -22,6 +22,7 @@ def test_both_sides_see_the_same_bytes(open_fds: Callable[[], set[str]]) -> None
     theirs.bytes[12287] = 9
     assert (theirs.bytes[5000], ours.bytes[12287]) == (7, 9)
     assert ours.size == theirs.size == len(theirs.bytes) == 12288
+    assert ours.place == theirs.place == HOST
     # Python's mmap keeps a descriptor of its own for either mapping; the one that was handed over is closed.
     assert len(open_fds() - before) == 2
     assert not any(name.startswith(f"{fd} ") for name in open_fds())

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from disagg_agent.cards import HOST, SegmentDeclaration
 from disagg_agent.engines.vllm.layout import TensorFacts, layer_id, regions, tables
 from disagg_agent.errors import RegistrationRefused
 from disagg_agent.messages import Register
@@ -61,13 +62,16 @@ def test_an_entry_that_names_no_layer_is_refused(name: str) -> None:
 def test_registered_regions_are_those_of_the_plan(plan: wire.Plan, tensors: list[TensorFacts]) -> None:
     declared = regions(plan, tensors)
     assert [(one.layer, one.offset) for one in declared] == [(layer, layer * PAGES * PAGE) for layer in (2, 0, 3, 1)]
-    message = Register(1, 1, expected_factors(plan, "decode"), "agent", [4 * PAGES * PAGE], declared)
+    message = Register(
+        1, 1, expected_factors(plan, "decode"), "agent", [SegmentDeclaration(4 * PAGES * PAGE, HOST)], declared
+    )
     pool = check_registration(check_plan(wire.encode(plan), None), "decode", message)
     assert pool.pages == {"attention": PAGES}
 
 
 def register(plan: wire.Plan, tensors: list[TensorFacts]) -> None:
-    message = Register(1, 1, expected_factors(plan, "decode"), "agent", [4 * PAGES * PAGE], regions(plan, tensors))
+    segments = [SegmentDeclaration(4 * PAGES * PAGE, HOST)]
+    message = Register(1, 1, expected_factors(plan, "decode"), "agent", segments, regions(plan, tensors))
     check_registration(check_plan(wire.encode(plan), None), "decode", message)
 
 

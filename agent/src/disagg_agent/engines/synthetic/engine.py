@@ -13,7 +13,8 @@ from uuid import uuid4
 
 import numpy as np
 
-from disagg_agent.engine_client import EngineMessage, EngineRank, Placement
+from disagg_agent.cards import Placement
+from disagg_agent.engine_client import EngineMessage, EngineRank
 from disagg_agent.engines.synthetic.blocks import BlockAllocator, Ids
 from disagg_agent.engines.synthetic.content import request_seed
 from disagg_agent.engines.synthetic.pool import RankPool
@@ -68,7 +69,7 @@ class _Request:
 
 
 class SyntheticEngine:
-    """Prefills (fills pages and holds them) or decodes (loads pages and checks every byte), as its agent's role is."""
+    """Prefills (fills pages and holds them) or decodes (loads pages, checks every byte), as its agent's role says."""
 
     def __init__(self, config: EngineConfig) -> None:
         self.config = config

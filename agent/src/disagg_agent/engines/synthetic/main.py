@@ -16,9 +16,11 @@ from uuid import uuid4
 import typer
 from aiohttp import web
 
+from disagg_agent.cards import HOST
 from disagg_agent.engines.synthetic.engine import EngineConfig, EngineError, SyntheticEngine
 from disagg_agent.errors import AgentError
 from disagg_agent.messages import SourceRef
+from disagg_agent.placement import choose_placement
 from disagg_agent.runtime import end_on_thread_crash, serve_http, set_up_logging, stop_on_signals
 
 app = typer.Typer(add_completion=False, help=__doc__)
@@ -35,21 +37,23 @@ def serve(
     ],
     pages: Annotated[int, typer.Option(envvar="DISAGG_ENGINE_PAGES", help="Pages of every block table.")] = 1024,
     placement: Annotated[
-        str, typer.Option(envvar="DISAGG_MOVER_PLACEMENT", help="Where movers live: agent or engine.")
-    ] = "agent",
+        str, typer.Option(envvar="DISAGG_MOVER_PLACEMENT", help="Where movers live: auto, agent or engine.")
+    ] = "auto",
     seed: Annotated[int, typer.Option(help="Order in which pages are handed out.")] = 0,
     log_level: Annotated[str, typer.Option(envvar="DISAGG_LOG_LEVEL", help="debug, info, warning or error.")] = "info",
 ) -> None:
     """Register every rank with the agent and serve requests until told to stop."""
-    if placement not in ("agent", "engine"):
-        raise typer.BadParameter(f"{placement!r} is neither agent nor engine", param_hint="--placement")
+    try:
+        chosen = choose_placement(placement, HOST)
+    except AgentError as error:
+        raise typer.BadParameter(error.message, param_hint="--placement") from error
     set_up_logging(log_level)
     end_on_thread_crash()
     try:
         reported = json.loads(factors)
     except ValueError as error:
         raise typer.BadParameter(f"not JSON: {error}", param_hint="--factors") from error
-    config = EngineConfig(socket, reported, pages, "engine" if placement == "engine" else "agent", seed)
+    config = EngineConfig(socket, reported, pages, chosen, seed)
     try:
         asyncio.run(_serve(config, http))
     except (AgentError, OSError) as error:

@@ -10,8 +10,8 @@ import numpy as np
 from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
+from disagg_agent.cards import RegionDeclaration
 from disagg_agent.engines.synthetic.content import Words, cell_words, part_key
-from disagg_agent.messages import RegionDeclaration
 from disagg_agent.segments import Segment, create_segment
 from disagg_plan.ranges import parse_ranges
 from disagg_plan.wire import Page, PagePart, Side

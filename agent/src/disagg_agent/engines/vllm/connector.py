@@ -1,7 +1,7 @@
 """vLLM's side: an external KV connector that only adapts. `--kv-transfer-config` names module and `DisaggConnector`.
 
 Settings come from `kv_connector_extra_config` (`socket`, `placement`) or from the pod's environment (`DISAGG_SOCKET`,
-`DISAGG_MOVER_PLACEMENT`), which is what the operator renders.
+`DISAGG_MOVER_PLACEMENT`), which is what the operator renders. Placement is `auto`, `agent` or `engine`.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
@@ -24,10 +25,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.v1.request import RequestStatus
 
-from disagg_agent.engine_client import EngineRank, Placement
+from disagg_agent.engine_client import EngineRank
 from disagg_agent.engines.vllm.decisions import Identity, Orders, SchedulerHalf
+from disagg_agent.engines.vllm.device import access, mark, memory_of
 from disagg_agent.engines.vllm.layout import TensorFacts, regions, tables
+from disagg_agent.engines.vllm.ordering import Step, StepLog
 from disagg_agent.engines.vllm.worker import Registration, WorkerHalf
+from disagg_agent.placement import choose_placement, one_place
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -49,12 +53,7 @@ class DisaggMetadata(KVConnectorMetadata):
     """What the scheduler tells every worker in a step."""
 
     orders: Orders = field(default_factory=Orders)
-
-
-@dataclass(frozen=True)
-class _Memory:
-    address: int
-    size: int
+    step: Step = field(default_factory=Step)
 
 
 class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
@@ -64,11 +63,11 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config
         self._socket = Path(extra.get("socket") or os.environ["DISAGG_SOCKET"])
-        placement = extra.get("placement") or os.environ.get("DISAGG_MOVER_PLACEMENT", "agent")
-        self._placement: Placement = "engine" if placement == "engine" else "agent"
+        self._placement = extra.get("placement") or os.environ.get("DISAGG_MOVER_PLACEMENT", "auto")
         self._worker: WorkerHalf | None = None
         if role == KVConnectorRole.SCHEDULER:
             blocks = [group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups]
+            self._steps = StepLog()
             self._scheduler = SchedulerHalf(self._identity(), blocks, lambda: uuid4().hex)
 
     # Scheduler.
@@ -89,7 +88,8 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """See `KVConnectorBase_V1`."""
-        return DisaggMetadata(self._scheduler.orders(idle=scheduler_output.total_num_scheduled_tokens == 0))
+        step = self._steps.next(scheduler_output.num_scheduled_tokens, scheduler_output.finished_req_ids)
+        return DisaggMetadata(self._scheduler.orders(idle=scheduler_output.total_num_scheduled_tokens == 0), step)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """See `KVConnectorBase_V1`."""
@@ -118,29 +118,40 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
         connection = EngineRank(self._socket, _CONNECT_SECONDS)
         plan = connection.loaded.plan
         storages, facts = _facts(kv_caches)
+        rank = self._vllm_config.parallel_config.rank
+        place = one_place((memory_of(storage).place for storage in storages), f"rank {rank}")
+        placement = choose_placement(self._placement, place)
         fds: list[int] = []
-        if self._placement == "agent":
+        if placement == "agent" and place.kind == "DRAM":
             # Moves each storage into shared memory in place: every view of it, vLLM's own included, follows.
             fds = [storage._share_fd_cpu_()[0] for storage in storages]
             storages, facts = _facts(kv_caches)
         registration = Registration(
-            rank=self._vllm_config.parallel_config.rank,
+            rank=rank,
             factors=self._factors(),
-            memory=[_Memory(storage.data_ptr(), storage.nbytes()) for storage in storages],
+            memory=[memory_of(storage) for storage in storages],
             fds=fds,
             regions=regions(plan, facts),
-            placement=self._placement,
+            placement=placement,
+            device=access(place),
+            mark=partial(mark, place) if place.kind == "VRAM" else None,
         )
         groups = [group.layer_names for group in self._kv_cache_config.kv_cache_groups]
         self._storages = storages
         self._worker = WorkerHalf(connection, registration, tables(plan, groups))
         log.info("registered rank %d with the agent at %s", registration.rank, self._socket)
 
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        """See `KVConnectorBase_V1`; comes before the step's kernels, as nothing later does."""
+        super().bind_connector_metadata(connector_metadata)
+        if self._worker is not None and isinstance(connector_metadata, DisaggMetadata):
+            self._worker.begin(connector_metadata.step)
+
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         """Pass this step's orders on; returns at once."""
         metadata = self._get_connector_metadata()
         if self._worker is not None and isinstance(metadata, DisaggMetadata):
-            self._worker.execute(metadata.orders)
+            self._worker.execute(metadata.orders, metadata.step)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Nothing: loads end before their request is scheduled."""

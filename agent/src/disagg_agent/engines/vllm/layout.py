@@ -9,8 +9,8 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from disagg_agent.cards import RegionDeclaration
 from disagg_agent.errors import RegistrationRefused
-from disagg_agent.messages import RegionDeclaration
 from disagg_plan.ranges import parse_ranges
 from disagg_plan.wire import Plan
 

@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from disagg_agent.engine_client import EngineMessage, EngineRank, Placement
+from disagg_agent.cards import Placement, RegionDeclaration
+from disagg_agent.engine_client import EngineMessage, EngineRank
 from disagg_agent.engines.vllm.decisions import Blocks, HoldOrder, LoadOrder, Orders
+from disagg_agent.engines.vllm.ordering import DeviceOrder, Fence, Step
 from disagg_agent.messages import (
     Failed,
     Freed,
@@ -24,12 +27,11 @@ from disagg_agent.messages import (
     Load,
     Loaded,
     Pages,
-    RegionDeclaration,
     Released,
     SourceRef,
     pack_pages,
 )
-from disagg_agent.segments import Memory
+from disagg_agent.segments import DeviceAccess, Memory
 from disagg_plan.wire import Plan
 
 log = logging.getLogger(__name__)
@@ -40,7 +42,12 @@ NAP_SECONDS = 0.005
 
 @dataclass(frozen=True)
 class Registration:
-    """A worker's cache as the agent wants it told."""
+    """A worker's cache as the agent wants it told.
+
+    Attributes:
+        device: what a mover of GPU memory needs; None for host memory.
+        mark: makes a fence behind the work that the GPU was given; None for host memory.
+    """
 
     rank: int
     factors: Mapping[str, Any]
@@ -48,6 +55,8 @@ class Registration:
     fds: Sequence[int]
     regions: Sequence[RegionDeclaration]
     placement: Placement
+    device: DeviceAccess | None = None
+    mark: Callable[[], Fence] | None = None
 
 
 @dataclass
@@ -85,7 +94,10 @@ class WorkerHalf:
             registration.placement,
             self._on_message,
             self._on_lost,
+            registration.device,
         )
+        # A GPU that fails takes the connection along: the agent then hears that this rank is gone.
+        self._order = DeviceOrder(registration.mark, lambda _: connection.cut()) if registration.mark else None
 
     @staticmethod
     def connect(socket: Path, timeout: float) -> tuple[EngineRank, Plan]:
@@ -93,14 +105,20 @@ class WorkerHalf:
         connection = EngineRank(socket, timeout)
         return connection, connection.loaded.plan
 
-    def execute(self, orders: Orders) -> None:
-        """Pass one step's orders on."""
+    def begin(self, step: Step) -> None:
+        """A step begins; called before it gives the GPU any work."""
+        if self._order is not None:
+            self._order.begin(step.number)
+
+    def execute(self, orders: Orders, step: Step) -> None:
+        """Pass one step's orders on, each as soon as the GPU is past what it depends on."""
+        before = step.number - 1
         for hold in orders.holds:
-            self._hold(hold)
+            self._hold(hold, step.written.get(hold.request, before))
         for load in orders.loads:
-            self._load(load)
+            self._load(load, before)
         for request in orders.aborts:
-            self._connection.abort(request)
+            self._after(before, partial(self._connection.abort, request))
 
     def results(self, idle: bool) -> Results:
         """What ended since the last call.
@@ -116,18 +134,27 @@ class WorkerHalf:
 
     def close(self) -> None:
         """Leave the agent."""
+        if self._order is not None:
+            self._order.close()
         self._connection.close()
 
-    def _hold(self, order: HoldOrder) -> None:
+    def _after(self, step: int, send: Callable[[], None]) -> None:
+        if self._order is None:
+            send()
+        else:
+            self._order.after(step, send)
+
+    def _hold(self, order: HoldOrder, written: int) -> None:
         with self._lock:
             if self._lost:
                 # Nobody can read it any more; vLLM may have its pages back.
                 self._results.sent.add(order.request)
                 return
             self._held[order.request] = order.generation
-        self._connection.hold(Hold(order.request, order.generation, order.tokens, self._pages(order.blocks)))
+        hold = Hold(order.request, order.generation, order.tokens, self._pages(order.blocks))
+        self._after(written, partial(self._connection.hold, hold))
 
-    def _load(self, order: LoadOrder) -> None:
+    def _load(self, order: LoadOrder, before: int) -> None:
         waits = order.start < order.tokens
         with self._lock:
             reason = order.refusal or self._lost
@@ -140,7 +167,8 @@ class WorkerHalf:
             if waits:
                 self._loading[order.request] = ""
         source = SourceRef(order.replica, order.source_request, order.generation, order.host, order.port)
-        self._connection.load(Load(order.request, source, order.tokens, order.start, self._pages(order.blocks)))
+        load = Load(order.request, source, order.tokens, order.start, self._pages(order.blocks))
+        self._after(before, partial(self._connection.load, load))
 
     def _pages(self, blocks: Blocks) -> Pages:
         groups = blocks or tuple(() for _ in self._tables)
