@@ -208,6 +208,24 @@ def test_arrays_are_what_nixl_takes(plan: wire.Plan) -> None:
                 assert index.ndim == 1
 
 
+@pytest.mark.parametrize("name", PLANS)
+@given(src=st.integers(0, 2**16), dst=st.integers(0, 2**16))
+def test_every_row_bears_the_device_of_its_side(build: Any, name: str, src: int, dst: int) -> None:
+    """For every edge; and nothing else of a row or an index depends on it."""
+    plan = PLANS[name](build).plan()
+    for edge in plan.edges:
+        source = regions(plan, "prefill", edge.source, SOURCE_PAGES, 1)
+        destination = regions(plan, "decode", edge.destination, DESTINATION_PAGES, 2)
+        host, built = (build_edge(plan, edge, source, destination, *devices) for devices in ((0, 0), (src, dst)))
+        for plain, rows, device in ((host.src_rows, built.src_rows, src), (host.dst_rows, built.dst_rows, dst)):
+            assert (rows[:, 2] == device).all()
+            assert (plain[:, 2] == 0).all()
+            assert np.array_equal(np.delete(rows, 2, axis=1), np.delete(plain, 2, axis=1))
+        for table, own in built.tables.items():
+            assert np.array_equal(own.src_first, host.tables[table].src_first)
+            assert np.array_equal(own.dst_first, host.tables[table].dst_first)
+
+
 def test_one_row_covers_a_pool_of_any_size(build: Any) -> None:
     plan = build.deployment(build.heads(4, layers=2), 1, 1).plan()
     built = [

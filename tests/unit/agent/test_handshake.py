@@ -67,6 +67,19 @@ def test_the_protocol_is_compared_before_anything_that_it_defines(ours: Hello, t
     assert caught.value.code == "ProtocolMismatch"
 
 
+def test_either_side_knows_who_was_meant(ours: Hello, theirs: Hello) -> None:
+    check_hello(replace(ours, expects=theirs.replica), theirs)
+    check_hello(ours, replace(theirs, expects=ours.replica))
+    for first, second, actual in (
+        (replace(ours, expects="other"), theirs, theirs.replica),
+        (ours, replace(theirs, expects="other"), ours.replica),
+    ):
+        with pytest.raises(PeerRefused) as caught:
+            check_hello(first, second)
+        assert caught.value.code == "WrongReplica"
+        assert f"is of replica {actual}, other was expected" in caught.value.message
+
+
 def test_equal_roles_refuse_each_other(ours: Hello, theirs: Hello) -> None:
     for first, second in ((ours, replace(ours, pod="other")), (theirs, theirs)):
         with pytest.raises(PeerRefused) as caught:

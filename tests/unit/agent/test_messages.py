@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from disagg_agent import messages
-from disagg_agent.cards import RegionCard
+from disagg_agent.cards import HOST, MoverCard, Place, RankCard, RegionCard, SegmentDeclaration
 from disagg_agent.errors import FrameError
 from disagg_agent.frames import Codec
 from disagg_agent.messages import (
@@ -19,6 +19,7 @@ from disagg_agent.messages import (
     Move,
     Moved,
     MoveSource,
+    Ranks,
     SideChannel,
     SourceRef,
     ToAgent,
@@ -94,6 +95,12 @@ def test_every_message_refuses_fields_that_it_does_not_know() -> None:
         (SourceRef, "host", "h" * 257),
         (RegionCard, "base", -1),
         (RegionCard, "pages", 2**31),
+        (Place, "kind", "FILE"),
+        (Place, "kind", "dram"),
+        (Place, "device", -1),
+        (Place, "device", 2**16 + 1),
+        (SegmentDeclaration, "size", -1),
+        (SegmentDeclaration, "place", None),
         (Moved, "bytes", -1),
         (Moved, "message", "m" * 4097),
     ],
@@ -102,6 +109,8 @@ def test_values_out_of_bounds_are_refused(struct: Any, field: str, value: Any) -
     good = {
         SourceRef: SourceRef("p", "r", "g", "h", 1),
         RegionCard: RegionCard("g", 0, 0, 0, 1, 2**31 - 1),
+        Place: Place("VRAM", 2**16),
+        SegmentDeclaration: SegmentDeclaration(4096, HOST),
         Moved: Moved("0/r", 0, 0.0, "", ""),
     }[struct]
     plain = msgspec.to_builtins(good)
@@ -120,3 +129,15 @@ def test_the_longest_request_of_the_highest_rank_has_a_move_that_can_be_sent() -
     assert codec.decode(codec.encode(Cancel(move.id))[4:]) == Cancel(move.id)
     moved = Moved(move.id, 0, 0.0, "", "")
     assert back.decode(back.encode(moved)[4:]) == moved
+
+
+def test_a_card_says_where_its_memory_is() -> None:
+    """Nothing is assumed of memory: a card that does not say is no card."""
+    codec: Codec[SideChannel] = Codec(SideChannel)
+    mover = MoverCard("prefill-0", b"keys", [RegionCard("g", 0, 0, 4096, 64, 8)], Place("VRAM", 5))
+    ranks = Ranks([RankCard(0, {}, mover)])
+    assert codec.decode(codec.encode(ranks)[4:]) == ranks
+    plain = msgspec.to_builtins(mover)
+    del plain["place"]
+    with pytest.raises(msgspec.ValidationError, match="place"):
+        msgspec.convert(plain, MoverCard)

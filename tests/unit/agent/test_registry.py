@@ -8,11 +8,19 @@ from typing import Any
 import msgspec
 import pytest
 
-from disagg_agent.cards import RankCard, SegmentDeclaration
+from disagg_agent.cards import HOST, Place, RankCard, SegmentDeclaration
 from disagg_agent.errors import FrameError, RegistrationRefused
 from disagg_agent.messages import Register, pack_pages
 from disagg_agent.plan_loader import LoadedPlan, check_plan
-from disagg_agent.registry import Pool, check_card, check_factors, check_pages, check_registration, expected_regions
+from disagg_agent.registry import (
+    Pool,
+    check_card,
+    check_factors,
+    check_mover,
+    check_pages,
+    check_registration,
+    expected_regions,
+)
 from disagg_plan import wire
 from disagg_plan.errors import RequestError
 
@@ -231,6 +239,60 @@ def test_expected_regions_are_those_of_the_stage(kit: Any, build: Any, two_table
     plan = kit.load(build.deployment(two_tables, (1, 2), 1).plan())
     stages = [{(group, layer) for group, layer, _ in expected_regions(plan, "prefill", rank)} for rank in (0, 1)]
     assert stages == [{("full", 0), ("full", 1), ("full", 2)}, {("window", 3), ("window", 4)}]
+
+
+# Where memory is.
+
+GPU = Place("VRAM", 1)
+
+
+def placed(message: Register, *places: Place) -> Register:
+    """The registration with its memory in these places, one segment each."""
+    return replace(message, segments=[replace(message.segments[0], place=place) for place in places])
+
+
+@pytest.mark.parametrize("place", [HOST, GPU, Place("VRAM", 0)], ids=str)
+def test_an_engine_may_serve_any_memory_itself(kit: Any, loaded: LoadedPlan, right: Register, place: Place) -> None:
+    message = replace(placed(right, place), placement="engine", mover=kit.card(loaded, "decode", 1, place=place).mover)
+    pool = check_registration(loaded, "decode", message)
+    assert check_mover(loaded, "decode", message, pool) == message.mover
+
+
+@pytest.mark.parametrize(
+    ("placement", "places", "code", "parts"),
+    [
+        ("agent", [GPU], "UnsharableMemory", ["decode rank 1", "VRAM of device 1", "placement InEngine or Auto"]),
+        ("agent", [GPU, GPU], "UnsharableMemory", ["VRAM of device 1"]),
+        ("agent", [HOST, GPU], "MixedMemory", ["DRAM of device 0 and VRAM of device 1"]),
+        ("engine", [HOST, GPU], "MixedMemory", ["decode rank 1"]),
+        ("engine", [GPU, Place("VRAM", 2)], "MixedMemory", ["VRAM of device 1 and VRAM of device 2"]),
+    ],
+)
+def test_memory_that_cannot_be_served(
+    loaded: LoadedPlan, right: Register, placement: Any, places: list[Place], code: str, parts: list[str]
+) -> None:
+    message = replace(placed(right, *places), placement=placement)
+    refused(code, lambda: check_registration(loaded, "decode", message), *parts)
+
+
+@pytest.mark.parametrize(
+    ("registered", "actual"), [(GPU, HOST), (HOST, GPU), (GPU, Place("VRAM", 0))], ids=["DRAM", "VRAM", "another GPU"]
+)
+def test_a_mover_whose_memory_is_elsewhere(
+    kit: Any, loaded: LoadedPlan, right: Register, registered: Place, actual: Place
+) -> None:
+    mover = kit.card(loaded, "decode", 1, place=actual).mover
+    message = replace(placed(right, registered), placement="engine", mover=mover)
+    pool = check_registration(loaded, "decode", message)
+    refused("WrongMemory", lambda: check_mover(loaded, "decode", message, pool), "decode rank 1", registered, actual)
+
+
+def test_a_mover_that_is_missing_or_has_another_pool(kit: Any, loaded: LoadedPlan, right: Register) -> None:
+    message = replace(right, placement="engine")
+    pool = check_registration(loaded, "decode", message)
+    refused("NoMover", lambda: check_mover(loaded, "decode", message, pool))
+    smaller = replace(message, mover=kit.card(loaded, "decode", 1, pages=5).mover)
+    refused("UnequalPools", lambda: check_mover(loaded, "decode", smaller, pool), "5", "8")
 
 
 # Cards of movers elsewhere.
