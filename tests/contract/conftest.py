@@ -24,7 +24,7 @@ import numpy as np
 import pytest
 
 from disagg_agent.agent import Agent, AgentConfig
-from disagg_agent.cards import MoverCard, RankCard
+from disagg_agent.cards import HOST, MoverCard, Place, RankCard
 from disagg_agent.engine_client import EngineRank
 from disagg_agent.engines.synthetic.content import request_seed
 from disagg_agent.engines.synthetic.pool import RankPool
@@ -126,7 +126,7 @@ class Inbox:
 class MoverRank:
     """One rank: its memory and its mover."""
 
-    def __init__(self, loaded: LoadedPlan, role: Role, rank: int, count: int) -> None:
+    def __init__(self, loaded: LoadedPlan, role: Role, rank: int, count: int, place: Place = HOST) -> None:
         self.rank = rank
         self.pool = RankPool(loaded.side(role), rank, count, tables_of(loaded.plan))
         os.close(self.pool.fd)
@@ -139,6 +139,7 @@ class MoverRank:
             [(segment.address, segment.size)],
             region_cards([segment], self.pool.regions),
             self.events.put,
+            place,
         )
         self.card: MoverCard = self.mover.card
 
@@ -158,15 +159,24 @@ class MoverRank:
 class Movers:
     """One mover for every rank of a plan, prefill and decode."""
 
-    def __init__(self, plan: wire.Plan, source_pages: int = 16, destination_pages: int = 20) -> None:
+    def __init__(
+        self,
+        plan: wire.Plan,
+        source_pages: int = 16,
+        destination_pages: int = 20,
+        prefill_place: Place = HOST,
+        decode_place: Place = HOST,
+    ) -> None:
         self.loaded = check_plan(wire.encode(plan), None)
         self.plan = self.loaded.plan
         self.source_pages, self.destination_pages = source_pages, destination_pages
+        self.places: dict[Role, Place] = {"prefill": prefill_place, "decode": decode_place}
         self.prefill = [self.new("prefill", rank) for rank in range(len(plan.source.ranks))]
         self.decode = [self.new("decode", rank) for rank in range(len(plan.destination.ranks))]
 
     def new(self, role: Role, rank: int) -> MoverRank:
-        return MoverRank(self.loaded, role, rank, self.source_pages if role == "prefill" else self.destination_pages)
+        count = self.source_pages if role == "prefill" else self.destination_pages
+        return MoverRank(self.loaded, role, rank, count, self.places[role])
 
     def connect(self) -> None:
         """Connect and probe every edge, with the sources driving their progress meanwhile."""
@@ -500,7 +510,7 @@ class Stage:
         self._ends.callback(worker.close)
         return worker
 
-    def movers(self, plan: wire.Plan, **options: int) -> Movers:
+    def movers(self, plan: wire.Plan, **options: Any) -> Movers:
         movers = Movers(plan, **options)
         self._ends.callback(movers.close)
         return movers

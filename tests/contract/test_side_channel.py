@@ -113,6 +113,17 @@ def test_a_greeting_damaged_anywhere_ends_its_own_connection(pair: Any) -> None:
     assert len(pair.prefill.peers()) == 1
 
 
+def test_a_request_that_names_another_replica_at_a_good_address_disturbs_nobody(pair: Any) -> None:
+    """The wrong name must not take the place of the connection that other requests use."""
+    before = [(peer["pod"], peer["incarnation"], peer["state"]) for peer in pair.prefill.peers()]
+    connections = list(pair.prefill.agent.readers.connections)
+    pair.destination.load("r", pair.ref("r", replica="nobody"), 40, pair.destination.ids(40))
+    assert {(one.code, one.freed) for one in pair.destination.expect(Failed)} == {("WrongReplica", True)}
+    assert list(pair.prefill.agent.readers.connections) == connections
+    assert [(peer["pod"], peer["incarnation"], peer["state"]) for peer in pair.prefill.peers()] == before
+    serves(pair)
+
+
 @pytest.mark.parametrize(
     ("change", "code"),
     [
