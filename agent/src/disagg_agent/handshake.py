@@ -27,7 +27,8 @@ def check_hello(ours: Hello, theirs: Hello) -> None:
     """Compare greetings.
 
     Raises:
-        PeerRefused: `ProtocolMismatch`, `PlanMismatch`, `CompatMismatch` or `RoleMismatch`, with both values.
+        PeerRefused: `ProtocolMismatch`, `PlanMismatch`, `CompatMismatch`, `RoleMismatch` or `WrongReplica`, with both
+            values.
     """
     who = f"{theirs.role} pod {theirs.pod}"
     for code, what, own, other in (
@@ -39,6 +40,10 @@ def check_hello(ours: Hello, theirs: Hello) -> None:
             raise PeerRefused(code, f"{who} has {what} {other}, this {ours.role} pod {ours.pod} has {own}")
     if ours.role == theirs.role:
         raise PeerRefused("RoleMismatch", f"{who} is {theirs.role}, and so is this pod")
+    # Judged by both sides: a connection that was never meant for us must not replace one that was.
+    for expected, replica, whose in ((ours.expects, theirs.replica, who), (theirs.expects, ours.replica, "this pod")):
+        if expected and expected != replica:
+            raise PeerRefused("WrongReplica", f"{whose} is of replica {replica}, {expected} was expected")
 
 
 def check_cards(loaded: LoadedPlan, role: str, cards: list[RankCard], own: list[RankCard]) -> None:

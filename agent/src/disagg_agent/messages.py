@@ -272,7 +272,10 @@ class Moved(Struct, frozen=True, tag="m.moved"):
 
 
 class Hello(Struct, frozen=True, tag="hello"):
-    """First message of either side. Compared before anything else is believed."""
+    """First message of either side. Compared before anything else is believed.
+
+    `expects` is the replica that the sender wants to talk to; the side that listens does not know, and leaves it empty.
+    """
 
     protocol: int
     role: Literal["prefill", "decode"]
@@ -281,6 +284,7 @@ class Hello(Struct, frozen=True, tag="hello"):
     incarnation: Word
     plan: Word
     compat: Word
+    expects: Word = ""
 
 
 class Ranks(Struct, frozen=True, tag="ranks"):

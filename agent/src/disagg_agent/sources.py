@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
+import msgspec
+
 from disagg_agent.cards import RankCard
 from disagg_agent.errors import AgentError, FrameError, PeerRefused
 from disagg_agent.handshake import Address, check_cards
@@ -240,11 +242,8 @@ class Sources:
         reason: Bye | None = None
         code, text = "PeerLost", f"the prefill agent at {peer.address} closed the connection"
         try:
-            channel = await Channel.open(reader, writer, self._hello)
-            if channel.peer.replica != peer.replica:
-                raise PeerRefused(
-                    "WrongReplica", f"{peer.address} is replica {channel.peer.replica}, {peer.replica} was expected"
-                )
+            hello = msgspec.structs.replace(self._hello, expects=peer.replica)
+            channel = await Channel.open(reader, writer, hello)
             peer.channel, peer.state = channel, "connecting"
             peer.pod, peer.incarnation = channel.peer.pod, channel.peer.incarnation
             while (message := await channel.receive()) is not None:

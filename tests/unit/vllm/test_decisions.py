@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from disagg_agent.engines.vllm.decisions import HoldOrder, Identity, LoadOrder, Orders, SchedulerHalf
+from disagg_agent.engines.vllm.decisions import HoldOrder, Identity, LoadOrder, Orders, SchedulerHalf, wire_id
 
 BLOCK = 32
 IDENTITY = Identity("prefill-0", "10.0.0.7", 9411, "sha256:p", tensor=2, pipeline=1)
@@ -98,6 +98,41 @@ def test_parameters_of_another_connector_are_refused_by_name(
     (load,) = half.orders().loads
     assert named in load.refusal
     assert "does not run the disagg connector" in load.refusal
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("remote_port", "http"),
+        ("remote_port", 0),
+        ("remote_port", 65536),
+        ("remote_port", 9411.0),
+        ("remote_engine_id", 7),
+        ("remote_engine_id", "x" * 257),
+        ("remote_host", ["10.0.0.7"]),
+        ("remote_request_id", {"a": "b"}),
+        ("disagg", {"generation": 7}),
+        ("disagg", {"generation": "g" * 257}),
+        ("disagg", ["generation"]),
+    ],
+)
+def test_parameters_of_odd_types_are_refused_by_name(half: SchedulerHalf, name: str, value: Any) -> None:
+    """They come from a client: nothing of them may end the engine, or reach an agent that would refuse the frame."""
+    half.allocated("d-1", from_prefill(**{name: value}), 70, 70, [[1, 2, 3]])
+    (load,) = half.orders().loads
+    assert name in load.refusal
+    assert (load.replica, load.source_request, load.generation, load.host, load.port) == ("", "", "", "", 0)
+
+
+def test_an_id_that_is_too_long_is_told_as_a_digest(half: SchedulerHalf) -> None:
+    request = "r" * 300
+    _, params = half.finished(request, dict(TO_DECODE), True, 70, [[4, 5, 6]])
+    assert params is not None
+    assert params["remote_request_id"] == wire_id(request) != request
+    assert len(wire_id(request)) <= 256
+    assert wire_id("r" * 256) == "r" * 256
+    assert wire_id("r" * 257) != wire_id("r" * 258)
+    assert half.orders().holds[0].request == request
 
 
 def test_a_finished_prefill_is_held_and_described(half: SchedulerHalf) -> None:

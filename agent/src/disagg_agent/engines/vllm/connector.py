@@ -115,7 +115,8 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Register the cache with the agent; what differs from the plan ends the engine with one sentence."""
-        connection = EngineRank(self._socket, _CONNECT_SECONDS)
+        connect = partial(EngineRank, self._socket, _CONNECT_SECONDS)
+        connection = connect()
         plan = connection.loaded.plan
         storages, facts = _facts(kv_caches)
         rank = self._vllm_config.parallel_config.rank
@@ -138,7 +139,7 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
         )
         groups = [group.layer_names for group in self._kv_cache_config.kv_cache_groups]
         self._storages = storages
-        self._worker = WorkerHalf(connection, registration, tables(plan, groups))
+        self._worker = WorkerHalf(connection, registration, tables(plan, groups), connect)
         log.info("registered rank %d with the agent at %s", registration.rank, self._socket)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:

@@ -6,11 +6,15 @@ stands under one key of our own, `disagg`; a peer that lacks it is refused by na
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 OWN_KEY = "disagg"
+
+_LONGEST = 256
+"""Characters of a name that agents accept; a client may choose the id of its request, and a longer one."""
 
 Blocks = tuple[tuple[int, ...], ...]
 """Block ids of a request, one list per KV cache group."""
@@ -158,7 +162,7 @@ class SchedulerHalf:
             "do_remote_decode": False,
             "remote_block_ids": [list(group) for group in frozen],
             "remote_engine_id": identity.replica,
-            "remote_request_id": request,
+            "remote_request_id": wire_id(request),
             "remote_host": identity.host,
             "remote_port": identity.port,
             "tp_size": identity.tensor,
@@ -175,28 +179,43 @@ class SchedulerHalf:
         return orders
 
 
+def wire_id(request: str) -> str:
+    """A request's id as agents know it: the engine's own, or a digest of one that is too long for them."""
+    return request if len(request) <= _LONGEST else hashlib.sha256(request.encode()).hexdigest()
+
+
 def _load_order(
     request: str, params: Mapping[str, Any], tokens: int, start: int, blocks: Sequence[Sequence[int]]
 ) -> LoadOrder:
     own = params.get(OWN_KEY)
-    needed = ("remote_engine_id", "remote_request_id", "remote_host", "remote_port")
-    missing = [name for name in needed if params.get(name) in (None, "")]
     generation = own.get("generation") if isinstance(own, Mapping) else None
-    if not generation:
-        missing.append(f"{OWN_KEY}.generation")
+    names = ("remote_engine_id", "remote_request_id", "remote_host", "remote_port")
+    said = {**{name: params.get(name) for name in names}, f"{OWN_KEY}.generation": generation}
+    refusal = _refusal(said)
+    known: Mapping[str, Any] = {} if refusal else said
     return LoadOrder(
         request=request,
         tokens=tokens,
         start=start,
         blocks=tuple(tuple(group) for group in blocks),
-        replica=str(params.get("remote_engine_id", "")),
-        source_request=str(params.get("remote_request_id", "")),
-        generation=str(generation or ""),
-        host=str(params.get("remote_host", "")),
-        port=int(params.get("remote_port") or 0),
-        refusal=(
-            f"kv_transfer_params lack {', '.join(missing)}: the prefill engine does not run the disagg connector"
-            if missing
-            else ""
-        ),
+        replica=known.get("remote_engine_id", ""),
+        source_request=known.get("remote_request_id", ""),
+        generation=known.get(f"{OWN_KEY}.generation", ""),
+        host=known.get("remote_host", ""),
+        port=known.get("remote_port", 0),
+        refusal=refusal,
     )
+
+
+def _refusal(said: Mapping[str, Any]) -> str:
+    """Why these `kv_transfer_params` cannot be followed; they come from a client and may hold anything."""
+    missing = [name for name, value in said.items() if value in (None, "")]
+    if missing:
+        return f"kv_transfer_params lack {', '.join(missing)}: the prefill engine does not run the disagg connector"
+    for name, value in said.items():
+        if name == "remote_port":
+            if not isinstance(value, int) or not 0 < value < 65536:
+                return f"kv_transfer_params: {name} is {str(value)[:40]!r}, not a port"
+        elif not isinstance(value, str) or len(value) > _LONGEST:
+            return f"kv_transfer_params: {name} is {str(value)[:40]!r}, not a name of at most {_LONGEST} characters"
+    return ""
