@@ -14,7 +14,7 @@ from disagg_plan.dtypes import dtype_bytes
 from disagg_plan.errors import FormatError, Refusal
 from disagg_plan.geometry import Geometry, Group, Part
 from disagg_plan.planner import Replica, build_plan
-from disagg_plan.profiles import check_layout, find_profile
+from disagg_plan.profiles import Profile, check_layout, find_profile, stated_profile
 from disagg_plan.proof import Proof, prove
 from disagg_plan.ranges import format_ranges, parse_ranges
 from disagg_plan.topology import default_stages
@@ -84,10 +84,12 @@ def _spec_paths() -> Iterator[None]:
         raise Refusal(refusal.code, f"spec.{refusal.field}", refusal.message, refusal.remedy) from refusal
 
 
-def geometry_spec(geometry: Geometry) -> GeometrySpec:
+def geometry_spec(geometry: Geometry, element: int | None = None) -> GeometrySpec:
     """The explicit form of a geometry; inverse of what `spec.model.geometry` means.
 
-    Cells are given in bytes: parts of one model may have elements of different sizes.
+    Args:
+        element: bytes of an element of `kvCache.dtype`; cells of whole elements are then given in them. Otherwise
+            cells are given in bytes: parts of one model may have elements of different sizes.
     """
     return GeometrySpec(
         groups=[
@@ -95,20 +97,18 @@ def geometry_spec(geometry: Geometry) -> GeometrySpec:
                 name=group.name,
                 layers=format_ranges(group.layers),
                 table=group.table,
-                parts=[
-                    GeometryPart(
-                        name=part.name,
-                        units=part.units,
-                        sharding=part.sharding,
-                        elements=part.cell_bytes,
-                        dtype="uint8",
-                    )
-                    for part in group.parts
-                ],
+                parts=[_part_spec(part, element) for part in group.parts],
             )
             for group in geometry.groups
         ]
     )
+
+
+def _part_spec(part: Part, element: int | None) -> GeometryPart:
+    if element is None or part.cell_bytes % element:
+        elements, dtype = part.cell_bytes, "uint8"
+        return GeometryPart(name=part.name, units=part.units, sharding=part.sharding, elements=elements, dtype=dtype)
+    return GeometryPart(name=part.name, units=part.units, sharding=part.sharding, elements=part.cell_bytes // element)
 
 
 def _config(spec: DeploymentSpec, config_maps: ConfigMaps) -> Mapping[str, Any]:
@@ -161,7 +161,7 @@ def _explicit(declared: GeometrySpec, element: int) -> Geometry:
 
 def _replica(spec: DeploymentSpec, geometry: Geometry, role: Literal["prefill", "decode"]) -> Replica:
     declared = spec.role(role).parallelism
-    profile = find_profile(spec.engine.name, spec.engine.version, spec.backend_of(role), "spec.engine")
+    profile = _profile(spec, role)
     cache = spec.kv_cache_of(role)
     return Replica(
         role=role,
@@ -173,6 +173,13 @@ def _replica(spec: DeploymentSpec, geometry: Geometry, role: Literal["prefill", 
         layout=check_layout(profile, cache.layout, f"spec.{role}.kvCache.layout"),
         block_tokens=cache.block_size,
     )
+
+
+def _profile(spec: DeploymentSpec, role: Literal["prefill", "decode"]) -> Profile:
+    stated = spec.pages_of(role)
+    if stated is not None:
+        return stated_profile(spec.engine.name, spec.backend_of(role), stated)
+    return find_profile(spec.engine.name, spec.engine.version, spec.backend_of(role), "spec.engine")
 
 
 def _stages(pipeline: int, declared: list[str] | None, geometry: Geometry, field: str) -> tuple[tuple[int, ...], ...]:

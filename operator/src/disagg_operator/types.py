@@ -83,22 +83,28 @@ class Model(Spec):
         return self
 
 
+Pages = Literal["joint", "separate", "opaque"]
+
+
 class Engine(Spec):
     """Engine, version and attention backend: together they choose the page layout.
 
+    `pages` states how that backend arranges its pages instead, for one whose layout is not known here.
     `loadFailurePolicy` says what the engine does with a request whose cache did not come: fail it, or compute it anew.
     """
 
     name: Short
     version: Short
     backend: Short
+    pages: Pages | None = None
     load_failure_policy: Literal["fail", "recompute"] = "fail"
 
 
 class EngineOverride(Spec):
-    """What one role may do differently."""
+    """What one role may do differently. `pages` is of the backend that it stands beside, as in `Engine`."""
 
     backend: Short
+    pages: Pages | None = None
 
 
 class KVCache(Spec):
@@ -181,6 +187,11 @@ class DeploymentSpec(Spec):
         """Attention backend of a role, override applied."""
         override = self.role(name).engine
         return override.backend if override else self.engine.backend
+
+    def pages_of(self, name: str) -> Pages | None:
+        """Arrangement of a role's pages where it is stated; one that is stated for another backend is not taken."""
+        override = self.role(name).engine
+        return override.pages if override else self.engine.pages
 
 
 class Metadata(BaseModel):

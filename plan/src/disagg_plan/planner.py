@@ -217,7 +217,7 @@ def _groups(geometry: Geometry, prefill: Replica, decode: Replica) -> list[_Plan
     for group in geometry.groups:
         parts = page_parts(prefill.profile, group)
         opaque = "opaque" in (prefill.profile.arrangement, decode.profile.arrangement)
-        if parts != page_parts(decode.profile, group) or (opaque and prefill.profile != decode.profile):
+        if parts != page_parts(decode.profile, group) or (opaque and _inside(prefill) != _inside(decode)):
             raise Refusal(
                 "LayoutMismatch",
                 "decode.engine.backend",
@@ -235,6 +235,11 @@ def _groups(geometry: Geometry, prefill: Replica, decode: Replica) -> list[_Plan
             )
         planned.append(_PlannedGroup(group, parts, math.gcd(prefill.block_tokens, decode.block_tokens)))
     return planned
+
+
+def _inside(replica: Replica) -> tuple[str, str]:
+    """Whose order of bytes is inside an opaque run; a profile that is stated is the same as one that is known."""
+    return replica.profile.name, replica.profile.arrangement
 
 
 def _names(parts: tuple[Part, ...]) -> str:

@@ -1,8 +1,8 @@
 """Page layouts: how an engine version lays out the cache of a block.
 
 A profile is one row of `PROFILES`: engine, versions, attention backend, and how its pages are arranged. Adding a
-backend is one row and one test. The plan exists before any engine does, so a layout must be known here; what an
-engine then registers is compared with it.
+backend is one row and one test. The plan exists before any engine does, so a layout must be known here, or be stated
+(`stated_profile`); what an engine then registers is compared with it.
 
 Three arrangements cover the engines:
 
@@ -39,7 +39,7 @@ class Profile:
         versions: half-open range `[first, last)` of engine versions, compared as integer tuples.
         arrangement: see the module.
         layouts: accepted orders of axes, the first one is the default.
-        latent: whether the backend serves latent (MLA) caches, else per-head ones.
+        latent: whether the backend serves latent (MLA) caches, else per-head ones; None where that is not known.
     """
 
     engine: str
@@ -47,7 +47,7 @@ class Profile:
     versions: tuple[tuple[int, ...], tuple[int, ...]]
     arrangement: Arrangement
     layouts: tuple[Layout, ...]
-    latent: bool = False
+    latent: bool | None = False
 
     @property
     def name(self) -> str:
@@ -76,22 +76,40 @@ PROFILES: tuple[Profile, ...] = (
 )
 """Every layout that is known."""
 
+_STATED_LAYOUTS: dict[Arrangement, tuple[Layout, ...]] = {
+    "joint": ("HND", "NHD"),
+    "separate": ("HND", "NHD"),
+    "opaque": ("HND",),
+}
+_STATE_PAGES = "or state {field}.pages: `disagg probe` finds it in a started engine"
+
+
+def stated_profile(engine: str, backend: str, arrangement: Arrangement) -> Profile:
+    """The profile of a backend whose arrangement is stated instead of looked up; it wins over every row."""
+    return Profile(engine, backend, _ANY, arrangement, _STATED_LAYOUTS[arrangement], latent=None)
+
 
 def find_profile(engine: str, version: str, backend: str, field: str = "engine") -> Profile:
     """The row for an engine, version and backend.
 
     Raises:
-        Refusal: `UnknownProfile` with the backends and versions that are known.
+        Refusal: `UnknownProfile` with the backends and versions that are known, and how to do without a row.
     """
+    otherwise = _STATE_PAGES.format(field=field)
     rows = [row for row in PROFILES if row.engine == engine]
     if not rows:
         known = ", ".join(sorted({row.engine for row in PROFILES}))
-        raise Refusal("UnknownProfile", f"{field}.name", f"engine {engine!r} has no page layouts", f"Use {known}")
+        raise Refusal(
+            "UnknownProfile", f"{field}.name", f"engine {engine!r} has no page layouts", f"Use {known}; {otherwise}"
+        )
     named = [row for row in rows if row.backend == backend]
     if not named:
         known = ", ".join(row.backend for row in rows)
         raise Refusal(
-            "UnknownProfile", f"{field}.backend", f"{engine} backend {backend!r} has no page layout", f"Use {known}"
+            "UnknownProfile",
+            f"{field}.backend",
+            f"{engine} backend {backend!r} has no page layout",
+            f"Use {known}; {otherwise}",
         )
     number = _version(version, f"{field}.version")
     for row in named:
@@ -102,7 +120,7 @@ def find_profile(engine: str, version: str, backend: str, field: str = "engine")
         "UnknownProfile",
         f"{field}.version",
         f"the page layout of {engine} {version} with {backend} is not known",
-        f"Use a version {spans}",
+        f"Use a version {spans}; {otherwise}",
     )
 
 
@@ -150,7 +168,7 @@ def page_parts(profile: Profile, group: Group) -> tuple[Part, ...]:
 
 def _check_kind(profile: Profile, group: Group) -> None:
     latent = all(part.sharding == "replicated" for part in group.parts)
-    if profile.engine != "synthetic" and latent != profile.latent:
+    if profile.engine != "synthetic" and profile.latent is not None and latent != profile.latent:
         kinds = {True: "a latent (replicated) cache", False: "a per-head cache"}
         raise Refusal(
             "UnsupportedLayout",

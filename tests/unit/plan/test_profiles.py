@@ -6,7 +6,7 @@ import pytest
 
 from disagg_plan.errors import Refusal
 from disagg_plan.geometry import Group, Part
-from disagg_plan.profiles import PROFILES, build_page, check_layout, find_profile, page_parts
+from disagg_plan.profiles import PROFILES, build_page, check_layout, find_profile, page_parts, stated_profile
 
 HEADS = Group("attention", (0, 1), (Part("k", 8, "split", 256), Part("v", 8, "split", 256)), "attention")
 LATENT = Group("mla", (0, 1), (Part("latent", 1, "replicated", 1152),), "mla")
@@ -144,7 +144,9 @@ def test_versions_that_are_not(version):
     refusal = refused.value
     assert (refusal.code, refusal.field) == ("UnknownProfile", "engine.version")
     assert refusal.message == f"the page layout of vllm {version} with FLASH_ATTN is not known"
-    first, end = re.fullmatch(r"Use a version >=([0-9.]+),<([0-9.]+)", refusal.remedy).groups()
+    first, end = re.fullmatch(
+        r"Use a version >=([0-9.]+),<([0-9.]+); or state engine.pages: .*", refusal.remedy
+    ).groups()
     assert find_profile("vllm", first, "FLASH_ATTN").backend == "FLASH_ATTN"
     with pytest.raises(Refusal):
         find_profile("vllm", end, "FLASH_ATTN")
@@ -166,7 +168,7 @@ def test_unknown_engine():
     refusal = refused.value
     assert (refusal.code, refusal.field) == ("UnknownProfile", "engine.name")
     assert refusal.message == "engine 'sglang' has no page layouts"
-    assert refusal.remedy == "Use synthetic, vllm"
+    assert refusal.remedy == "Use synthetic, vllm; or state engine.pages: `disagg probe` finds it in a started engine"
     assert find_profile("synthetic", "0.5", "JOINT").engine == "synthetic"
 
 
@@ -176,7 +178,7 @@ def test_unknown_backend():
     refusal = refused.value
     assert (refusal.code, refusal.field) == ("UnknownProfile", "engine.backend")
     assert refusal.message == "vllm backend 'FLEX_ATTENTION' has no page layout"
-    for backend in refusal.remedy.removeprefix("Use ").split(", "):
+    for backend in refusal.remedy.removeprefix("Use ").partition(";")[0].split(", "):
         assert find_profile("vllm", "0.33.0", backend).backend == backend
 
 
@@ -186,6 +188,29 @@ def test_layouts():
     assert check_layout(joint, "HND", "kvCache.layout") == "HND"
     assert check_layout(joint, "NHD", "kvCache.layout") == "NHD"
     assert check_layout(opaque, None, "kvCache.layout") == "HND"
+
+
+@pytest.mark.parametrize(
+    ("arrangement", "group", "layout", "page"),
+    [
+        ("joint", HEADS, None, JOINT_HND),
+        ("joint", HEADS, "NHD", JOINT_NHD),
+        ("separate", HEADS, "HND", SEPARATE_HND),
+        ("separate", HEADS, "NHD", SEPARATE_NHD),
+        ("opaque", HEADS, "HND", OPAQUE),
+        ("joint", LATENT, "NHD", LATENT_NHD),
+    ],
+)
+def test_stated_pages_are_those_of_a_known_backend(arrangement, group, layout, page):
+    profile = stated_profile("vllm", "FLEX_ATTENTION", arrangement)
+    assert profile.name == "vllm/FLEX_ATTENTION"
+    chosen = check_layout(profile, layout, "kvCache.layout")
+    assert page_of(profile, chosen, group, (0, 1) if group is LATENT else (2, 4), 16) == page
+
+
+def test_stated_opaque_pages_have_one_order():
+    with pytest.raises(Refusal, match="cannot use layout 'NHD'"):
+        check_layout(stated_profile("vllm", "FLEX_ATTENTION", "opaque"), "NHD", "kvCache.layout")
 
 
 @pytest.mark.parametrize(
