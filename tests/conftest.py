@@ -116,6 +116,125 @@ def deployment_type() -> type[Deployment]:
     return Deployment
 
 
+def _strides(order: Sequence[str], sizes: dict[str, int]) -> dict[str, int]:
+    """Strides, in elements, of a dense tensor whose axes lie in memory in this order."""
+    strides = {}
+    inner = 1
+    for axis in reversed(order):
+        strides[axis] = inner
+        inner *= sizes[axis]
+    return strides
+
+
+_AXES = {
+    "run": ["blocks", "heads", "tokens", "content"],
+    "two": ["blocks", "heads", "tokens", "content"],
+    "joint": ["blocks", "heads", "tokens", "parts", "content"],
+    "separate": ["parts", "blocks", "heads", "tokens", "content"],
+    "latent": ["blocks", "tokens", "content"],
+}
+_MEMORY = {
+    ("run", "HND"): ["blocks", "heads", "tokens", "content"],
+    ("run", "NHD"): ["blocks", "tokens", "heads", "content"],
+    ("joint", "HND"): ["blocks", "heads", "tokens", "parts", "content"],
+    ("joint", "NHD"): ["blocks", "tokens", "heads", "parts", "content"],
+    ("separate", "HND"): ["parts", "blocks", "heads", "tokens", "content"],
+    ("separate", "NHD"): ["parts", "blocks", "tokens", "heads", "content"],
+}
+
+
+def _probe_layer(
+    layer: int, group: int, order: str, layout: str, heads: int, head_sizes: tuple[int, int], block: int, element: int
+) -> dict[str, Any]:
+    """One layer of a rank file: `heads` are those of the rank, `head_sizes` elements of K and V."""
+    latent = order == "latent"
+    name = f"model.layers.{layer}.self_attn.attn"
+    blocks = 7
+    tensors = []
+    contents = {"run": [sum(head_sizes)], "two": list(head_sizes)}.get(order, [head_sizes[0]])
+    for number, content in enumerate(contents):
+        sizes = {"blocks": blocks, "heads": heads, "tokens": block, "parts": 2, "content": content}
+        memory = _AXES["latent"] if latent else _MEMORY["run" if order == "two" else order, layout]
+        strides = _strides(memory, sizes)
+        tensors.append(
+            {
+                "shape": [sizes[axis] for axis in _AXES[order]],
+                "strides": [strides[axis] for axis in _AXES[order]],
+                "element": element,
+                "dtype": "",
+                "storage": layer * 2 + number,
+                "offset": 0,
+            }
+        )
+    return {
+        "name": name,
+        "layer": layer,
+        "group": group,
+        "spec": "MLAAttentionSpec" if latent else "FullAttentionSpec",
+        "blockTokens": block,
+        "backend": "X",
+        "heads": 1 if latent else heads,
+        "headSize": head_sizes[0],
+        "headSizeV": 0 if latent else head_sizes[1],
+        "axes": _AXES[order],
+        "tensors": tensors,
+    }
+
+
+def _probe_files(
+    tensor: int = 1,
+    stages: Sequence[Sequence[int]] = ((0, 1, 2, 3),),
+    heads: int = 4,
+    order: str = "run",
+    layout: str = "HND",
+    head_sizes: tuple[int, int] = (32, 32),
+    block: int = 32,
+    dtype: str = "float32",
+    backend: str = "CPU_ATTN",
+    groups: dict[int, int] | None = None,
+    **facts: Any,
+) -> dict[str, dict[str, Any]]:
+    element = {"float32": 4, "bfloat16": 2, "uint8": 1}.get(dtype, 1)
+    held = heads // tensor if heads >= tensor else 1
+    files = {}
+    for stage, layers in enumerate(stages):
+        for rank in range(tensor):
+            number = stage * tensor + rank
+            files[f"rank-{number}.json"] = {
+                "schema": "disagg.dev/probe/v1",
+                "rank": number,
+                "tensor": tensor,
+                "tensorRank": rank,
+                "pipeline": len(stages),
+                "pipelineRank": stage,
+                "context": 1,
+                "engine": "vllm",
+                "version": "0.32.0",
+                "backend": backend,
+                "model": "m",
+                "dtype": dtype,
+                "blockTokens": block,
+                "blocks": 7,
+                "totalHeads": heads,
+                "layers": [
+                    _probe_layer(layer, (groups or {}).get(layer, 0), order, layout, held, head_sizes, block, element)
+                    for layer in layers
+                ],
+                **facts,
+            }
+    return files
+
+
+@pytest.fixture(scope="session")
+def probe_files() -> Callable[..., dict[str, dict[str, Any]]]:
+    """Makes the rank files of a started engine, as documents by name.
+
+    `order`: `run` (K and V in one axis), `joint` (an axis of their own inside), `separate` (one outside), `two` (two
+    tensors) or `latent`; `stages`: layers of each; `groups`: KV cache group of layers that are not in the first.
+    """
+    return _probe_files
+
+
 @pytest.fixture(scope="session")
 def model_configs() -> dict[str, dict[str, Any]]:
     """The fields of public config.json files that bear on the cache, by model name."""
