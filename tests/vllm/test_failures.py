@@ -63,8 +63,8 @@ def test_a_load_that_cannot_be_served(fleet: Any, prompt: Any, broken: Any) -> N
         assert (answered.error, answered.tokens) == ("", expected)
         assert not (await fleet.serve(fleet.fails, tokens, 8)).error
 
+    # That every block comes back, the next test waits for: leases run side by side.
     fleet.run(run())
-    fleet.run(fleet.settled())
 
 
 def test_a_lease_that_ran_out(fleet: Any, prompt: Any) -> None:

@@ -14,7 +14,8 @@ class SwappedPages(DisaggConnector):
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """As the parent, then swap."""
         params = request.kv_transfer_params or {}
-        swap = params.get("do_remote_prefill") and params.get("disagg", {}).get("swap")
+        own = params.get("disagg")
+        swap = params.get("do_remote_prefill") and isinstance(own, dict) and own.get("swap")
         super().update_state_after_alloc(request, blocks, num_external_tokens)
         if swap:
             order = self._scheduler._loads[-1]
