@@ -188,9 +188,15 @@ async def _live(state: Path, ready: futures.Future[Fleet], stop: asyncio.Event) 
         local_cluster(state, grace=15.0) as cluster,
         aiohttp.ClientSession(connector=connector, timeout=timeout) as session,
     ):
-        pods, router = await _start(cluster)
+        starting = asyncio.create_task(_start(cluster))
+        stopped = asyncio.create_task(stop.wait())
+        await asyncio.wait({starting, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        if not starting.done():
+            starting.cancel()
+            return
+        pods, router = starting.result()
         ready.set_result(Fleet(pods, router, session, asyncio.get_running_loop()))
-        await stop.wait()
+        await stopped
 
 
 @pytest.fixture(scope="session")

@@ -8,7 +8,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -85,21 +85,17 @@ class VllmPods:
         deployments: Sequence[tuple[Pod, Object]],
         beside: bool = False,
         own: Mapping[str, Sequence[str]] | None = None,
-    ) -> str:
+    ) -> None:
         """Start agents first, then all engines at once, then pair.
 
         Args:
-            beside: also start one engine that is not disaggregated.
+            beside: also start one engine that is not disaggregated, `reference`.
             own: further engine arguments of single pods, by name.
-
-        Returns:
-            The address of that engine, or nothing.
 
         Raises:
             LocalError: something did not come up, with the end of its log.
         """
-        waits = []
-        reference = ""
+        waits: list[Awaitable[object]] = []
         for pod, deployment in deployments:
             agent, engine = containers(deployment)
             self.pods.append(pod)
@@ -112,16 +108,24 @@ class VllmPods:
             self.urls[pod.name] = f"http://127.0.0.1:{free_port()}"
             waits.append(self._wait(pod.name, await self.start_engine(pod)))
         if beside:
-            plain = Pod("reference", "", "reference", {"model": self.cluster.scratch / "reference"})
-            self.cluster.pods.append(plain)
-            plain.volumes["model"].mkdir()
-            self._place_model(plain)
-            reference = self.urls[plain.name] = f"http://127.0.0.1:{free_port()}"
-            self._objects[plain.name] = self._plain_container(deployments[0][1])
-            waits.append(self._wait(plain.name, await self.start_engine(plain)))
+            waits.append(self.start_plain("reference"))
         await asyncio.gather(*waits)
         await pair(self.pods)
-        return reference
+
+    async def start_plain(self, name: str, arguments: Sequence[str] = (), env: Mapping[str, str] | None = None) -> Pod:
+        """Start an engine with the user's own arguments and nothing of ours, and wait until it serves.
+
+        Raises:
+            LocalError: it does not come up.
+        """
+        pod = Pod(name, "", "plain", {"model": self.cluster.scratch / name})
+        self.cluster.pods.append(pod)
+        pod.volumes["model"].mkdir()
+        self._place_model(pod)
+        self.urls[name] = f"http://127.0.0.1:{free_port()}"
+        self._objects[name] = self._plain_container(arguments, env or {})
+        await self._wait(name, await self.start_engine(pod))
+        return pod
 
     async def start_engine(self, pod: Pod) -> Container:
         """Start a pod's engine, also again after it has ended; where it listens stays the same."""
@@ -164,15 +168,17 @@ class VllmPods:
     async def _wait(self, name: str, container: Container) -> None:
         await wait_healthy(self.urls[name], container)
 
-    def _plain_container(self, deployment: Object) -> Object:
+    def _plain_container(self, arguments: Sequence[str], env: Mapping[str, str]) -> Object:
         """The engine as the user wrote it, without anything of ours but the name that clients ask for."""
-        _, engine = containers(deployment)
-        user = next(
-            item for item in self.spec.prefill.template["spec"]["containers"] if item["name"] == ENGINE_CONTAINER
-        )
+        template = self.spec.prefill.template["spec"]
+        user = next(item for item in template["containers"] if item["name"] == ENGINE_CONTAINER)
         own = ["--served-model-name", self.spec.model.name, "--block-size", str(self.spec.kv_cache.block_size)]
-        mounts = [mount for mount in engine["volumeMounts"] if mount["name"] == "model"]
-        return {"name": "engine", "args": [*(user.get("args") or []), *own, *self.arguments], "volumeMounts": mounts}
+        return {
+            "name": ENGINE_CONTAINER,
+            "args": [*(user.get("args") or []), *own, *self.arguments, *arguments],
+            "env": [{"name": name, "value": value} for name, value in env.items()],
+            "volumeMounts": [mount for mount in user.get("volumeMounts") or [] if mount["name"] == "model"],
+        }
 
     def _place_model(self, pod: Pod) -> None:
         """Put the model where the pod template mounts its `model` volume."""
