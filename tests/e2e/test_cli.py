@@ -110,7 +110,7 @@ def test_verify_refuses_a_plan_that_moves_wrong_bytes(disagg: Any, example: Path
     assert disagg.run("verify", "-", stdin="not json").code == 1
 
 
-@pytest.mark.parametrize("command", [(), ("plan",), ("verify",), ("up",)])
+@pytest.mark.parametrize("command", [(), ("plan",), ("verify",), ("up",), ("probe",)])
 def test_help_teaches(disagg: Any, command: tuple[str, ...]) -> None:
     result = disagg.run(*command, "--help")
     assert result.code == 0

@@ -1,4 +1,4 @@
-"""`disagg`: plan, verify and run disaggregated deployments.
+"""`disagg`: plan, verify, run and probe disaggregated deployments.
 
 Exit codes: 0 fine, 1 refused or wrong, 2 usage, 130 interrupted. Results go to standard output, everything else to
 standard error.
@@ -6,35 +6,30 @@ standard error.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
 import os
-import signal
 import sys
-from collections.abc import Coroutine
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, NoReturn, TypeVar
+from typing import Annotated
 
 import typer
 
 from disagg_operator.children import LOCAL, plan_config_map
 from disagg_operator.console import TerminalReporter, emit, error, mapping_table, plain
 from disagg_operator.describe import figures, topology
-from disagg_operator.documents import UsageError, read_deployments
-from disagg_operator.local.processes import LocalError
+from disagg_operator.invocation import File, Name, Output, finish, read, refused, usage
 from disagg_operator.local.up import UpOptions, up, with_placement
 from disagg_operator.local.vllm import VllmOptions, up_vllm
+from disagg_operator.probe_command import probe
 from disagg_operator.quantities import parse_bytes
-from disagg_operator.reconcile import Snapshot, reconcile
+from disagg_operator.reconcile import reconcile
 from disagg_operator.yaml_loader import YamlError, load_all
 from disagg_operator.yaml_text import dump
 from disagg_plan import wire
-from disagg_plan.errors import PlanError, ProofError, Refusal
+from disagg_plan.errors import PlanError, ProofError
 from disagg_plan.proof import prove
-
-Result = TypeVar("Result")
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -50,13 +45,6 @@ class PlanOutput(StrEnum):
     table = "table"
     json = "json"
     configmap = "configmap"
-
-
-class Output(StrEnum):
-    """What other commands print."""
-
-    table = "table"
-    json = "json"
 
 
 class EngineKind(StrEnum):
@@ -84,11 +72,6 @@ class Protocol(StrEnum):
 MAX_PLAN_BYTES = 16 << 20
 """Largest plan that `verify` reads; a published one is below 128 KiB."""
 
-File = Annotated[
-    Path, typer.Option("-f", "--file", help="Deployment file, - for standard input; several YAML documents are fine.")
-]
-Name = Annotated[str | None, typer.Option("--name", help="Which deployment of the file, if it holds several.")]
-
 
 @app.command()
 def plan(
@@ -100,10 +83,10 @@ def plan(
 
     `-o json` prints exactly the plan document, `-o configmap` the object that the operator publishes.
     """
-    snapshot = _read(file, name)
+    snapshot = read(file, name)
     desired = reconcile(snapshot, LOCAL)
     if desired.plan is None:
-        _refused(desired.refusal)
+        refused(desired.refusal)
     if output is PlanOutput.json:
         emit(wire.encode(desired.plan).decode())
     elif output is PlanOutput.configmap:
@@ -127,9 +110,9 @@ def verify(
         with contextlib.nullcontext(sys.stdin.buffer) if str(file) == "-" else file.open("rb") as source:
             text = source.read(MAX_PLAN_BYTES + 1)
     except OSError as failure:
-        _usage(f"cannot read {file}: {failure.strerror}")
+        usage(f"cannot read {file}: {failure.strerror}")
     if len(text) > MAX_PLAN_BYTES:
-        _usage(f"{file} is larger than {MAX_PLAN_BYTES >> 20} MiB: that is no plan")
+        usage(f"{file} is larger than {MAX_PLAN_BYTES >> 20} MiB: that is no plan")
     try:
         document = wire.decode(_plan_text(text))
         proof = prove(document)
@@ -214,8 +197,8 @@ def run(
     try:
         memory = parse_bytes(max_memory)
     except ValueError as failure:
-        _usage(f"--max-memory: {failure}")
-    snapshot = with_placement(_read(file, name), placement, protocol)
+        usage(f"--max-memory: {failure}")
+    snapshot = with_placement(read(file, name), placement, protocol)
     where = (state or Path(".disagg") / snapshot.deployment.metadata.name).absolute()
     reporter = TerminalReporter(as_json=output is Output.json)
     if engine is EngineKind.vllm:
@@ -229,7 +212,7 @@ def run(
             keep=keep,
             arguments=tuple(engine_arg or ()),
         )
-        compared = _run(up_vllm(snapshot, vllm_options, reporter))
+        compared = finish(up_vllm(snapshot, vllm_options, reporter))
         raise typer.Exit(0 if compared.good else 1)
     options = UpOptions(
         requests=requests,
@@ -241,63 +224,11 @@ def run(
         state=where,
         keep=keep,
     )
-    account = _run(up(snapshot, options, reporter))
+    account = finish(up(snapshot, options, reporter))
     raise typer.Exit(0 if account.good else 1)
 
 
-def _run(work: Coroutine[Any, Any, Result]) -> Result:
-    """Run to the end, or to the exit code that says why not."""
-
-    async def interruptible() -> Result:
-        task = asyncio.current_task()
-        stopping = False
-
-        def stop() -> None:
-            # Once only: a second signal must not interrupt the cleaning up that the first one began.
-            nonlocal stopping
-            if not stopping and task is not None:
-                stopping = True
-                task.cancel()
-
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            asyncio.get_running_loop().add_signal_handler(number, stop)
-        return await work
-
-    try:
-        return asyncio.run(interruptible())
-    except (KeyboardInterrupt, asyncio.CancelledError):
-        error("interrupted")
-        raise typer.Exit(130) from None
-    except PlanError as failure:
-        _refused(failure)
-    except (LocalError, OSError) as failure:
-        error(str(failure))
-        raise typer.Exit(1) from failure
-
-
-def _read(file: Path, name: str | None) -> Snapshot:
-    try:
-        return read_deployments(file).snapshot(name)
-    except UsageError as failure:
-        _usage(str(failure))
-    except Refusal as failure:
-        _refused(failure)
-
-
-def _usage(message: str) -> NoReturn:
-    error(message)
-    raise typer.Exit(2)
-
-
-def _refused(failure: PlanError | None) -> NoReturn:
-    if isinstance(failure, Refusal):
-        error(f"refused: {failure.code}")
-        error(f"  field   {failure.field}")
-        error(f"  reason  {failure.message}")
-        error(f"  remedy  {failure.remedy}")
-    elif failure is not None:
-        error(f"{failure.code}: {failure.message}")
-    raise typer.Exit(1)
+app.command()(probe)
 
 
 def main() -> None:

@@ -33,6 +33,11 @@ def emit(text: str) -> None:
     sys.stdout.flush()
 
 
+def progress(text: str) -> None:
+    """A line about what goes on, beside the result."""
+    _err.print(text, markup=False)
+
+
 def error(text: str) -> None:
     """A line for a person who must act."""
     _err.print(text, style="red", markup=False)

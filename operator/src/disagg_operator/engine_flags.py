@@ -12,6 +12,8 @@ from disagg_plan.errors import Refusal
 
 CONNECTOR = "DisaggConnector"
 CONNECTOR_MODULE = "disagg_agent.engines.vllm.connector"
+PROBE = "DisaggProbe"
+PROBE_MODULE = "disagg_agent.engines.vllm.probe"
 
 _ALIASES = {"-tp": "--tensor-parallel-size", "-pp": "--pipeline-parallel-size"}
 
@@ -20,13 +22,33 @@ def engine_args(spec: DeploymentSpec, role: Literal["prefill", "decode"]) -> lis
     """Arguments that the spec decides; empty for engines that take none."""
     if spec.engine.name != "vllm":
         return []
-    declared = spec.role(role).parallelism
     transfer = {
         "kv_connector": CONNECTOR,
         "kv_connector_module_path": CONNECTOR_MODULE,
         "kv_load_failure_policy": spec.engine.load_failure_policy,
         "kv_role": "kv_producer" if role == "prefill" else "kv_consumer",
     }
+    return [*shape_args(spec, role), "--kv-transfer-config", json.dumps(transfer, sort_keys=True)]
+
+
+def probe_args(output: str) -> list[str]:
+    """Arguments that make an engine write what its cache is like, instead of moving it.
+
+    Args:
+        output: folder for the ranks' files.
+    """
+    transfer = {
+        "kv_connector": PROBE,
+        "kv_connector_module_path": PROBE_MODULE,
+        "kv_connector_extra_config": {"output": output},
+        "kv_role": "kv_both",
+    }
+    return ["--kv-transfer-config", json.dumps(transfer, sort_keys=True)]
+
+
+def shape_args(spec: DeploymentSpec, role: Literal["prefill", "decode"]) -> list[str]:
+    """Arguments that decide what a vLLM engine's cache looks like."""
+    declared = spec.role(role).parallelism
     return [
         "--served-model-name",
         spec.model.name,
@@ -36,8 +58,6 @@ def engine_args(spec: DeploymentSpec, role: Literal["prefill", "decode"]) -> lis
         str(declared.pipeline),
         "--block-size",
         str(spec.kv_cache_of(role).block_size),
-        "--kv-transfer-config",
-        json.dumps(transfer, sort_keys=True),
     ]
 
 
