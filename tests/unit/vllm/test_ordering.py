@@ -6,13 +6,14 @@ import queue
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from disagg_agent.engines.vllm.decisions import HoldOrder, LoadOrder, Orders
 from disagg_agent.engines.vllm.ordering import KEPT_FENCES, DeviceOrder, Step, StepLog
-from disagg_agent.engines.vllm.worker import Registration, WorkerHalf
+from disagg_agent.engines.vllm.worker import Registration, Results, WorkerHalf
 from disagg_agent.messages import Hold, Load
 
 SECONDS = 20.0
@@ -180,6 +181,7 @@ class Connection:
 
     def __init__(self) -> None:
         self.registered: tuple[Any, ...] = ()
+        self.loaded = SimpleNamespace(plan=SimpleNamespace(digest="sha256:0"))
         self.sent: queue.Queue[Any] = queue.Queue()
         self.cuts = 0
 
@@ -197,15 +199,17 @@ class Connection:
 
     def cut(self) -> None:
         self.cuts += 1
+        on_lost = self.registered[7]
+        on_lost("cut")
 
     def close(self) -> None:
         return
 
 
-def worker(connection: Connection, gpu: Gpu | None) -> WorkerHalf:
+def worker(connection: Connection, gpu: Gpu | None, again: Any = None) -> WorkerHalf:
     mark = gpu.mark if gpu else None
     registration = Registration(0, {}, [], [], [], "engine" if gpu else "agent", None, mark)
-    return WorkerHalf(connection, registration, ["attention"])  # type: ignore[arg-type]
+    return WorkerHalf(connection, registration, ["attention"], again)  # type: ignore[arg-type]
 
 
 def hold(request: str) -> HoldOrder:
@@ -246,9 +250,10 @@ def test_a_load_waits_for_all_that_the_gpu_was_given_before_its_step() -> None:
     half.close()
 
 
-def test_a_failed_gpu_cuts_the_connection() -> None:
+def test_a_failed_gpu_leaves_the_agent_for_good() -> None:
+    """What waits fails, and so does what comes later; a restarted agent is not served by a GPU that has failed."""
     connection, gpu = Connection(), Gpu()
-    half = worker(connection, gpu)
+    half = worker(connection, gpu, lambda: pytest.fail("it connects again"))
     half.begin(Step(1))
     half.execute(Orders(loads=(load("r"),)), Step(1))
     gpu.fences[0].failure = "CUDA error"
@@ -256,6 +261,8 @@ def test_a_failed_gpu_cuts_the_connection() -> None:
     assert half._order is not None
     half._order._thread.join(SECONDS)
     assert connection.cuts == 1
+    half.execute(Orders(holds=(hold("h"),), loads=(load("later"),)), Step(2))
+    assert half.results(idle=False) == Results({"h"}, {"r", "later"}, {"r", "later"})
     assert connection.sent.empty()
 
 

@@ -98,9 +98,7 @@ class WorkerHalf:
         self._lost = ""
         self._stillborn = False
         self._register(connection)
-        # A GPU that fails takes the connection along: the agent then hears that this rank is gone.
-        mark = registration.mark
-        self._order = DeviceOrder(mark, lambda _: self._connection.cut()) if mark else None
+        self._order = DeviceOrder(registration.mark, self._on_broken) if registration.mark else None
 
     @property
     def lost(self) -> str:
@@ -229,6 +227,12 @@ class WorkerHalf:
             self._results.received.add(request)
             if not well:
                 self._results.failed.add(request)
+
+    def _on_broken(self, reason: str) -> None:
+        """The GPU has failed: its memory is not to be served any more, by this agent or its next life."""
+        log.error("%s; leaving the agent", reason)
+        self._closing.set()
+        self._connection.cut()
 
     def _on_lost(self, connection: EngineRank, reason: str) -> None:
         """The agent is gone, and with it whoever could write into or read from the cache."""
