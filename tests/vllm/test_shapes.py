@@ -43,7 +43,7 @@ def test_a_prefix_that_decode_has_already_is_not_moved(fleet: Any, prompt: Any, 
     fleet.run(run())
 
 
-def test_one_page_swapped_changes_the_answer(fleet: Any, prompt: Any) -> None:
+def test_two_pages_swapped_change_the_answer(fleet: Any, prompt: Any) -> None:
     async def run() -> None:
         for salt in range(3000, 3003):
             tokens = prompt(3 * BLOCK + 5, salt)

@@ -1,4 +1,8 @@
-"""The negative control: a connector that swaps the first two pages of a load when a request asks for it."""
+"""The negative control: a connector that swaps the first and the last page of a load when a request asks for it.
+
+The last page is a partial one. Two whole pages would not do: keys are cached with their positions, and attention does
+not depend on the order in which it sees them.
+"""
 
 from __future__ import annotations
 
@@ -19,5 +23,5 @@ class SwappedPages(DisaggConnector):
         super().update_state_after_alloc(request, blocks, num_external_tokens)
         if swap:
             order = self._scheduler._loads[-1]
-            wrong = tuple((ids[1], ids[0], *ids[2:]) for ids in order.blocks)
+            wrong = tuple((ids[-1], *ids[1:-1], ids[0]) for ids in order.blocks)
             self._scheduler._loads[-1] = dataclasses.replace(order, blocks=wrong)

@@ -1,0 +1,229 @@
+"""Real engines: latency beside vLLM's own NixlConnector, what being idle costs, what others' transfers cost a stream.
+
+Everything is a ratio or a difference within one run; engines that are compared run one after the other, never at the
+same time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import statistics
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+import yaml
+
+from disagg_operator.children import LOCAL
+from disagg_operator.constants import AGENT_CONTAINER, ENGINE_CONTAINER
+from disagg_operator.local.chat import Prompt, ask
+from disagg_operator.local.pods import apply_objects
+from disagg_operator.local.processes import Pod
+from disagg_operator.local.up import local_cluster
+from disagg_operator.local.vllm_pods import INSTALL, VllmPods, free_port, make_model
+from disagg_operator.reconcile import Snapshot, reconcile
+from disagg_operator.types import parse_deployment
+
+ROOT = Path(__file__).parents[2]
+PYTHON = Path(os.environ.get("DISAGG_VLLM_PYTHON") or ROOT / ".venv-vllm" / "bin" / "python")
+MODEL = "tiny-llama"
+WARM, REQUESTS = 5, 25
+IDLE_SECONDS = 10.0
+ROUNDS = 8
+TO_DECODE = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
+
+pytestmark = [
+    pytest.mark.timeout(1800),
+    pytest.mark.skipif(not PYTHON.exists(), reason=f"NO REAL ENGINE IS MEASURED: {INSTALL}"),
+]
+
+
+@dataclass
+class Figures:
+    """What one pair of engines showed; seconds, and cores for `idle`."""
+
+    latency: list[float] = field(default_factory=list)
+    idle: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass
+class Engines:
+    """A prefill and a decode engine, whatever moves between them."""
+
+    session: aiohttp.ClientSession
+    prefill: str
+    decode: str
+
+    async def hold(self, tokens: tuple[int, ...]) -> dict[str, Any]:
+        """Prefill a prompt."""
+        body = {"model": MODEL, "prompt": list(tokens), "max_tokens": 1, "temperature": 0, "ignore_eos": True}
+        body["kv_transfer_params"] = TO_DECODE
+        async with self.session.post(f"{self.prefill}/v1/completions", json=body) as answer:
+            return dict((await answer.json())["kv_transfer_params"])
+
+    async def serve(self, tokens: tuple[int, ...], generate: int = 4) -> float:
+        """Both halves; seconds from the first byte sent to the last token."""
+        started = time.monotonic()
+        params = await self.hold(tokens)
+        answer = await ask(self.session, self.decode, MODEL, Prompt(0, tokens), generate, params)
+        assert answer.error == ""
+        return time.monotonic() - started
+
+    async def latency(self) -> list[float]:
+        """Requests one after the other."""
+        seconds = [await self.serve(prompt(400, salt)) for salt in range(WARM + REQUESTS)]
+        return seconds[WARM:]
+
+
+def prompt(length: int, salt: int) -> tuple[int, ...]:
+    source = random.Random(salt)
+    return tuple(source.randrange(3, 512) for _ in range(length))
+
+
+@asynccontextmanager
+async def opened(state: Path, replicas: int) -> AsyncIterator[tuple[VllmPods, aiohttp.ClientSession]]:
+    """The pods of a 1 -> 1 deployment, started if there are `replicas`; prefill never finds a prompt in its cache."""
+    document = yaml.safe_load((ROOT / "examples" / "tiny-llama-vllm.yaml").read_text())
+    document["spec"]["decode"]["parallelism"] = {"tensor": 1}
+    deployment = parse_deployment(document)
+    desired = reconcile(Snapshot(deployment), LOCAL)
+    connector = aiohttp.TCPConnector(force_close=True)
+    async with local_cluster(state, grace=15.0) as cluster, aiohttp.ClientSession(connector=connector) as session:
+        pods = VllmPods(cluster, PYTHON, await make_model(PYTHON, cluster.scratch), deployment.spec)
+        if replicas:
+            made = apply_objects(cluster, desired, lambda _line: None)
+            own = {pod.name: ["--no-enable-prefix-caching"] for pod, _ in made if pod.role == "prefill"}
+            await pods.start(made, own=own)
+        yield pods, session
+
+
+async def idle_cores(groups: dict[str, list[int]]) -> dict[str, float]:
+    """Cores that process groups use while nothing is asked of them."""
+    before, started = {name: cpu_seconds(pids) for name, pids in groups.items()}, time.monotonic()
+    # Idleness can only be measured over time.
+    await asyncio.sleep(IDLE_SECONDS)
+    passed = time.monotonic() - started
+    return {name: (cpu_seconds(pids) - before[name]) / passed for name, pids in groups.items()}
+
+
+def cpu_seconds(groups: list[int]) -> float:
+    """CPU time of all processes of these process groups."""
+    total = 0
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if int(fields[2]) in groups:
+            total += int(fields[11]) + int(fields[12])
+    return total / os.sysconf("SC_CLK_TCK")
+
+
+def pids(pod: Pod) -> list[int]:
+    return [container.pid for name, container in pod.containers.items() if name in (AGENT_CONTAINER, ENGINE_CONTAINER)]
+
+
+async def ours(state: Path) -> Figures:
+    async with opened(state, 1) as (pods, session):
+        (prefill,), (decode,) = pods.role("prefill"), pods.role("decode")
+        plain = await pods.start_plain("plain")
+        engines = Engines(session, pods.urls[prefill.name], pods.urls[decode.name])
+        await engines.serve(prompt(400, 999))
+        idle = await idle_cores({"plain": pids(plain), "prefill": pids(prefill), "decode": pids(decode)})
+        return Figures(await engines.latency(), idle)
+
+
+async def nixl_connector(state: Path) -> Figures:
+    async with opened(state, 0) as (pods, session):
+
+        async def start(role: str) -> Pod:
+            transfer = {"kv_connector": "NixlConnector", "kv_role": role, "kv_buffer_device": "cpu"}
+            env = {"VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1", "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port())}
+            return await pods.start_plain(role.replace("_", "-"), ["--kv-transfer-config", json.dumps(transfer)], env)
+
+        prefill, decode = await asyncio.gather(start("kv_producer"), start("kv_consumer"))
+        engines = Engines(session, pods.urls[prefill.name], pods.urls[decode.name])
+        await engines.serve(prompt(400, 999))
+        idle = await idle_cores({"prefill": pids(prefill), "decode": pids(decode)})
+        return Figures(await engines.latency(), idle)
+
+
+def test_latency_and_idleness_beside_nixl_connector(tmp_path: Path) -> None:
+    figures = asyncio.run(ours(tmp_path / "ours"))
+    other = asyncio.run(nixl_connector(tmp_path / "nixl"))
+    ratio = statistics.median(figures.latency) / statistics.median(other.latency)
+    print(
+        f"\nlatency of 400 tokens in, 4 out: median {statistics.median(figures.latency) * 1e3:.0f} ms, "
+        f"NixlConnector {statistics.median(other.latency) * 1e3:.0f} ms, ratio {ratio:.3f}"
+    )
+    for role in ("prefill", "decode"):
+        print(
+            f"idle {role}: engine and agent {figures.idle[role]:.3f} cores, engine alone {figures.idle['plain']:.3f}, "
+            f"NixlConnector {other.idle[role]:.3f}"
+        )
+        assert figures.idle[role] - figures.idle["plain"] < 0.05
+    assert ratio <= 0.5
+
+
+async def stream_beside(engines: Engines, prompts: list[tuple[int, ...]], number: int) -> float:
+    """Seconds per token of a long answer while these prompts are served one after the other."""
+    tokens = prompt(33, 50_000 + number)
+    params = await engines.hold(tokens)
+    begun = asyncio.Event()
+
+    async def load() -> None:
+        begun.set()
+        for one in prompts:
+            await engines.serve(one, generate=1)
+
+    others = asyncio.create_task(load())
+    await begun.wait()
+    answer = await ask(engines.session, engines.decode, MODEL, Prompt(0, tokens), 200, params)
+    assert answer.error == ""
+    await others
+    return (answer.total_seconds - answer.first_seconds) / (len(answer.tokens) - 1)
+
+
+async def rounds(state: Path) -> list[tuple[float, float]]:
+    """Seconds per token beside transfers of whole prompts, and beside the same requests with all but one page cached.
+
+    Decode's prefix cache has every whole block after the first time; prefill computes everything both times. So both
+    runs of a round do the same, except that the second moves one page per request.
+    """
+    async with opened(state, 1) as (pods, session):
+        (prefill,), (decode,) = pods.role("prefill"), pods.role("decode")
+        engines = Engines(session, pods.urls[prefill.name], pods.urls[decode.name])
+        await stream_beside(engines, [prompt(801, 60_000)], 0)
+        found = []
+        for number in range(1, ROUNDS + 1):
+            prompts = [prompt(801, 60_000 + 100 * number + one) for one in range(12)]
+            whole = await stream_beside(engines, prompts, 2 * number)
+            found.append((whole, await stream_beside(engines, prompts, 2 * number + 1)))
+        return found
+
+
+def test_transfers_of_others_do_not_slow_a_stream(tmp_path: Path) -> None:
+    found = asyncio.run(rounds(tmp_path))
+    ratios = [whole / nothing for whole, nothing in found]
+    ratio = statistics.median(ratios)
+    print(
+        f"\ntime per token beside transfers of 25 pages: {statistics.median(one for one, _ in found) * 1e3:.2f} ms, "
+        f"beside the same requests with 1 page: {statistics.median(one for _, one in found) * 1e3:.2f} ms; "
+        f"ratio, median of {ROUNDS}: {ratio:.3f} ({min(ratios):.3f} to {max(ratios):.3f})"
+    )
+    assert ratio <= 1.05
