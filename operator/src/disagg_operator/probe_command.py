@@ -53,7 +53,7 @@ def probe(
     role: Annotated[RoleChoice, typer.Option(help="Which side of the deployment.")] = RoleChoice.prefill,
     name: Name = None,
     timeout: Annotated[float, typer.Option(min=1, help="Seconds until every rank must have written.")] = 600.0,
-    state: Annotated[Path | None, typer.Option(help="Where the engine's log and the rank files go; default .disagg/probe.")] = None,
+    state: Annotated[Path | None, typer.Option(help="Where log and rank files go; default .disagg/probe.")] = None,
     output: Annotated[ProbeOutput, typer.Option("-o", "--output", help="Form of the output.")] = ProbeOutput.yaml,
     output_file: Annotated[Path | None, typer.Option(help="Write there instead of to standard output.")] = None,
 ) -> None:

@@ -351,16 +351,15 @@ def _notes(layers: Mapping[int, _Entry], rank: RankFacts) -> list[str]:
     split = [entry for entry in layers.values() if entry.facts.spec != LATENT]
     if not split:
         return []
+    total = f"{rank.total_heads} KV head{'' if rank.total_heads == 1 else 's'}"
     if rank.tensor == 1:
         notes = ["units: the one tensor-parallel rank holds every KV head"]
     elif rank.total_heads < rank.tensor:
-        notes = [
-            f"units: the model has {rank.total_heads} KV heads, so each is on {rank.tensor // rank.total_heads} of "
-            f"{rank.tensor} tensor-parallel ranks"
-        ]
+        copies = rank.tensor // rank.total_heads
+        notes = [f"units: the model has {total}, so each is on {copies} of {rank.tensor} tensor-parallel ranks"]
     else:
         share = rank.total_heads // rank.tensor
-        notes = [f"units: the model has {rank.total_heads} KV heads, {share} on each of {rank.tensor} ranks"]
-    if all(entry.form.heads == 1 for entry in split):
+        notes = [f"units: the model has {total}, {share} on each of {rank.tensor} ranks"]
+    if rank.total_heads > 1 and all(entry.form.heads == 1 for entry in split):
         notes.append("layout: every rank holds one head, so the order is read from strides that move no byte")
     return notes
