@@ -7,8 +7,11 @@ with more, the model's own number of KV heads decides, and every rank must hold 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
+
+from pydantic.alias_generators import to_camel
 
 from disagg_plan.dtypes import dtype_bytes
 from disagg_plan.errors import Refusal
@@ -27,6 +30,9 @@ _SAME = (
     "tensor", "pipeline", "context",
 )  # fmt: skip
 """What all ranks of one engine must say alike."""
+
+_MOST_NAMED = 8
+"""How many missing files a refusal names."""
 
 _KINDS = {"FullAttentionSpec": "attention", LATENT: "mla"}
 """KV cache specs that a plan can hold, and what their groups are called."""
@@ -116,19 +122,20 @@ def _ranks(files: Files) -> list[RankFacts]:
             if mine != other:
                 raise Refusal(
                     "RanksDisagree",
-                    f"{file}: {name}",
+                    f"{file}: {to_camel(name)}",
                     f"it is {mine!r}, in {first_file} it is {other!r}",
                     "Probe one engine at a time, into an empty folder",
                 )
         _check_place(file, facts)
-    wanted = [rank_file(rank) for rank in range(first.tensor * first.pipeline)]
-    missing = [file for file in wanted if file not in files]
+    count = first.tensor * first.pipeline
+    absent = (rank_file(rank) for rank in range(count) if rank_file(rank) not in files)
+    missing = list(itertools.islice(absent, _MOST_NAMED))
     if missing:
         raise Refusal(
             "MissingRank",
             missing[0],
             f"{len(files)} rank files are there, an engine of {first.tensor} tensor-parallel ranks and "
-            f"{first.pipeline} pipeline stages has {len(wanted)}; {', '.join(missing)} missing",
+            f"{first.pipeline} pipeline stages has {count}; {', '.join(missing)} missing",
             "Wait until every worker has written, or gather the folders of all nodes",
         )
     if first.context > 1:
@@ -138,7 +145,7 @@ def _ranks(files: Files) -> list[RankFacts]:
             f"context parallelism of {first.context} is not planned yet",
             "Use 1",
         )
-    return [files[file] for file in wanted]
+    return [files[rank_file(rank)] for rank in range(count)]
 
 
 def _check_place(file: str, facts: RankFacts) -> None:
@@ -260,7 +267,7 @@ def _check_alike(first: _Entry, other: _Entry) -> None:
         if mine != theirs:
             raise Refusal(
                 "RanksDisagree",
-                f"{other.where}.{name}",
+                f"{other.where}.{to_camel(name)}",
                 f"it is {theirs!r}, in {first.where} it is {mine!r}",
                 "Probe one engine at a time, into an empty folder",
             )

@@ -202,6 +202,13 @@ REFUSED: dict[str, tuple[dict[str, Any], Callable[[Documents], Any], str, str, l
         "rank-2.json",
         ["3 rank files", "has 4"],
     ),
+    "very many ranks": (
+        {},
+        with_rank(0, tensor=1 << 20, pipeline=1 << 20),
+        "MissingRank",
+        "rank-1.json",
+        ["1099511627776", "rank-8.json missing"],
+    ),
     "model": (BOTH, with_rank(1, model="other"), "RanksDisagree", "rank-1.json: model", ["'other'", "'m'"]),
     "tensor": (BOTH, with_rank(1, tensor=4), "RanksDisagree", "rank-1.json: tensor", ["is 4", "is 2"]),
     "revision": (BOTH, with_rank(1, revision="r"), "RanksDisagree", "rank-1.json: revision", ["'r'", "None"]),
@@ -220,7 +227,7 @@ REFUSED: dict[str, tuple[dict[str, Any], Callable[[Documents], Any], str, str, l
         BOTH,
         lambda documents: layer(documents, 1).update(headSize=16),
         "RanksDisagree",
-        "rank-1.json: model.layers.1.self_attn.attn.head_size",
+        "rank-1.json: model.layers.1.self_attn.attn.headSize",
         ["16", "32"],
     ),
     "layer in two stages": (
