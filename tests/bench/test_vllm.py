@@ -36,8 +36,12 @@ ROOT = Path(__file__).parents[2]
 PYTHON = Path(os.environ.get("DISAGG_VLLM_PYTHON") or ROOT / ".venv-vllm" / "bin" / "python")
 MODEL = "tiny-llama"
 WARM, REQUESTS = 5, 25
+FIRST_TRIES = 10
 IDLE_SECONDS = 10.0
-ROUNDS = 8
+ROUNDS = 10
+STREAM = 500
+PERIOD = 0.4
+OTHERS = 10
 TO_DECODE = {
     "do_remote_decode": True,
     "do_remote_prefill": False,
@@ -83,6 +87,14 @@ class Engines:
         answer = await ask(self.session, self.decode, MODEL, Prompt(0, tokens), generate, params)
         assert answer.error == ""
         return time.monotonic() - started
+
+    async def first(self, tokens: tuple[int, ...]) -> None:
+        """Until one request has worked: NixlConnector's engines meet at their first request, which may fail."""
+        for _ in range(FIRST_TRIES):
+            params = await self.hold(tokens)
+            if not (await ask(self.session, self.decode, MODEL, Prompt(0, tokens), 4, params)).error:
+                return
+        pytest.fail(f"{FIRST_TRIES} requests have failed")
 
     async def latency(self) -> list[float]:
         """Requests one after the other."""
@@ -158,7 +170,7 @@ async def nixl_connector(state: Path) -> Figures:
 
         prefill, decode = await asyncio.gather(start("kv_producer"), start("kv_consumer"))
         engines = Engines(session, pods.urls[prefill.name], pods.urls[decode.name])
-        await engines.serve(prompt(400, 999))
+        await engines.first(prompt(400, 999))
         idle = await idle_cores({"prefill": pids(prefill), "decode": pids(decode)})
         return Figures(await engines.latency(), idle)
 
@@ -181,21 +193,20 @@ def test_latency_and_idleness_beside_nixl_connector(tmp_path: Path) -> None:
 
 
 async def stream_beside(engines: Engines, prompts: list[tuple[int, ...]], number: int) -> float:
-    """Seconds per token of a long answer while these prompts are served one after the other."""
+    """Seconds per token of a long answer, while one of these prompts is sent every `PERIOD` seconds."""
     tokens = prompt(33, 50_000 + number)
     params = await engines.hold(tokens)
-    begun = asyncio.Event()
 
-    async def load() -> None:
-        begun.set()
-        for one in prompts:
-            await engines.serve(one, generate=1)
+    async def one(position: int) -> None:
+        await asyncio.sleep(position * PERIOD)
+        await engines.serve(prompts[position], generate=1)
 
-    others = asyncio.create_task(load())
-    await begun.wait()
-    answer = await ask(engines.session, engines.decode, MODEL, Prompt(0, tokens), 200, params)
+    others = [asyncio.create_task(one(position)) for position in range(len(prompts))]
+    answer = await ask(engines.session, engines.decode, MODEL, Prompt(0, tokens), STREAM, params)
     assert answer.error == ""
-    await others
+    served = sum(task.done() for task in others)
+    await asyncio.gather(*others)
+    assert served >= 3, f"{served} requests beside the stream are no load"
     return (answer.total_seconds - answer.first_seconds) / (len(answer.tokens) - 1)
 
 
@@ -203,27 +214,32 @@ async def rounds(state: Path) -> list[tuple[float, float]]:
     """Seconds per token beside transfers of whole prompts, and beside the same requests with all but one page cached.
 
     Decode's prefix cache has every whole block after the first time; prefill computes everything both times. So both
-    runs of a round do the same, except that the second moves one page per request.
+    do the same, except that the second moves one page per request.
     """
     async with opened(state, 1) as (pods, session):
         (prefill,), (decode,) = pods.role("prefill"), pods.role("decode")
         engines = Engines(session, pods.urls[prefill.name], pods.urls[decode.name])
-        await stream_beside(engines, [prompt(801, 60_000)], 0)
+        groups = [[prompt(801, 60_000 + 100 * number + one) for one in range(OTHERS)] for number in range(ROUNDS + 1)]
+        await stream_beside(engines, groups[0], 0)
         found = []
         for number in range(1, ROUNDS + 1):
-            prompts = [prompt(801, 60_000 + 100 * number + one) for one in range(12)]
-            whole = await stream_beside(engines, prompts, 2 * number)
-            found.append((whole, await stream_beside(engines, prompts, 2 * number + 1)))
+            # In turn, so that neither is always the first: what has been sent once is cached.
+            known = groups[number - 1]
+            if number % 2:
+                nothing = await stream_beside(engines, known, 2 * number)
+            whole = await stream_beside(engines, groups[number], 2 * number + 1)
+            if not number % 2:
+                nothing = await stream_beside(engines, known, 2 * number)
+            found.append((whole, nothing))
         return found
 
 
 def test_transfers_of_others_do_not_slow_a_stream(tmp_path: Path) -> None:
     found = asyncio.run(rounds(tmp_path))
-    ratios = [whole / nothing for whole, nothing in found]
-    ratio = statistics.median(ratios)
+    whole, nothing = (statistics.median(pair[index] for pair in found) for index in (0, 1))
     print(
-        f"\ntime per token beside transfers of 25 pages: {statistics.median(one for one, _ in found) * 1e3:.2f} ms, "
-        f"beside the same requests with 1 page: {statistics.median(one for _, one in found) * 1e3:.2f} ms; "
-        f"ratio, median of {ROUNDS}: {ratio:.3f} ({min(ratios):.3f} to {max(ratios):.3f})"
+        f"\ntime per token beside transfers of 26 pages: {whole * 1e3:.2f} ms, beside the same requests with 1 page: "
+        f"{nothing * 1e3:.2f} ms (medians of {ROUNDS} rounds); ratio {whole / nothing:.3f}; "
+        f"single rounds {', '.join(f'{one / other:.2f}' for one, other in found)}"
     )
-    assert ratio <= 1.05
+    assert whole / nothing <= 1.05
