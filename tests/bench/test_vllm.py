@@ -39,9 +39,9 @@ WARM, REQUESTS = 5, 25
 FIRST_TRIES = 10
 IDLE_SECONDS = 10.0
 ROUNDS = 10
-STREAM = 500
-PERIOD = 0.4
-OTHERS = 10
+STREAM = 900
+PERIOD = 0.2
+OTHERS = 12
 TO_DECODE = {
     "do_remote_decode": True,
     "do_remote_prefill": False,
@@ -166,7 +166,9 @@ async def nixl_connector(state: Path) -> Figures:
         async def start(role: str) -> Pod:
             transfer = {"kv_connector": "NixlConnector", "kv_role": role, "kv_buffer_device": "cpu"}
             env = {"VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1", "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port())}
-            return await pods.start_plain(role.replace("_", "-"), ["--kv-transfer-config", json.dumps(transfer)], env)
+            # One path for both: NixlConnector takes the model's path to be part of what must be equal.
+            arguments = ["--model", str(pods.model), "--kv-transfer-config", json.dumps(transfer)]
+            return await pods.start_plain(role.replace("_", "-"), arguments, env)
 
         prefill, decode = await asyncio.gather(start("kv_producer"), start("kv_consumer"))
         engines = Engines(session, pods.urls[prefill.name], pods.urls[decode.name])
