@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 import torch
-import vllm
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -30,8 +29,10 @@ from disagg_agent.engines.vllm.decisions import Identity, Orders, SchedulerHalf
 from disagg_agent.engines.vllm.device import access, mark, memory_of
 from disagg_agent.engines.vllm.layout import TensorFacts, regions, tables
 from disagg_agent.engines.vllm.ordering import Step, StepLog
+from disagg_agent.engines.vllm.probe import rank_facts
 from disagg_agent.engines.vllm.worker import Registration, WorkerHalf
 from disagg_agent.placement import choose_placement, one_place
+from disagg_plan.probed_pages import form
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -41,6 +42,8 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
+
+    from disagg_plan.probe_facts import RankFacts
 
 log = logging.getLogger(__name__)
 
@@ -129,7 +132,10 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
             storages, facts = _facts(kv_caches)
         registration = Registration(
             rank=rank,
-            factors=self._factors(),
+            factors=_factors(
+                rank_facts(self._vllm_config, self._kv_cache_config, kv_caches),
+                connection.loaded.expected_factors(connection.welcome.role).get("layout"),
+            ),
             memory=[memory_of(storage) for storage in storages],
             fds=fds,
             regions=regions(plan, facts),
@@ -192,32 +198,30 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
             parallelism.pipeline,
         )
 
-    def _factors(self) -> dict[str, Any]:
-        """Compatibility factors as this engine has them, not as anybody declared them."""
-        model = self._vllm_config.model_config
-        cache = self._vllm_config.cache_config
-        served = model.served_model_name
-        dtype = str(model.dtype).removeprefix("torch.") if cache.cache_dtype == "auto" else cache.cache_dtype
-        factors = {
-            "model": served[0] if isinstance(served, list) else served or model.model,
-            "dtype": dtype,
-            "engine": "vllm",
-            "engineVersion": vllm.__version__.split("+")[0],
-            "blockTokens": cache.block_size,
-            "profile": f"vllm/{self._backend()}",
-            "layout": "HND",
-        }
-        if model.revision is not None:
-            factors["revision"] = model.revision
-        return factors
 
-    def _backend(self) -> str:
-        from vllm.config import get_layers_from_vllm_config
-        from vllm.model_executor.layers.attention import Attention
+def _factors(facts: RankFacts, planned_layout: object) -> dict[str, Any]:
+    """Compatibility factors as this engine has them, not as anybody declared them.
 
-        layers = get_layers_from_vllm_config(self._vllm_config, Attention)
-        names = sorted({layer.get_attn_backend().get_name() for layer in layers.values()})
-        return names[0] if len(names) == 1 else "+".join(names)
+    Args:
+        planned_layout: reported where the strides allow it among others: one head has no order.
+
+    Raises:
+        Refusal: pages that no plan can hold.
+    """
+    allowed = [set(form(layer.name, facts, layer).layouts) for layer in facts.layers]
+    layouts: set[Any] = set.intersection(*allowed) if allowed else set()
+    factors = {
+        "model": facts.model,
+        "dtype": facts.dtype,
+        "engine": facts.engine,
+        "engineVersion": facts.version,
+        "blockTokens": facts.block_tokens,
+        "profile": f"{facts.engine}/{facts.backend}",
+        "layout": planned_layout if planned_layout in layouts else "/".join(sorted(layouts)) or "mixed",
+    }
+    if facts.revision is not None:
+        factors["revision"] = facts.revision
+    return factors
 
 
 def _facts(kv_caches: dict[str, torch.Tensor]) -> tuple[list[torch.UntypedStorage], list[TensorFacts]]:
