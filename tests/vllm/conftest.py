@@ -24,10 +24,10 @@ import pytest
 import yaml
 
 from disagg_operator.children import LOCAL
-from disagg_operator.constants import ENGINE_CONTAINER
+from disagg_operator.constants import AGENT_CONTAINER, ENGINE_CONTAINER
 from disagg_operator.local.chat import Answer, Prompt, ask
 from disagg_operator.local.pods import apply_objects, ask_agent
-from disagg_operator.local.processes import LocalCluster, Pod
+from disagg_operator.local.processes import Container, LocalCluster, Pod
 from disagg_operator.local.up import local_cluster
 from disagg_operator.local.vllm_pods import INSTALL, VllmPods, engine_metric, make_model
 from disagg_operator.reconcile import Snapshot, reconcile
@@ -134,7 +134,13 @@ class Fleet:
 
     async def kill_engine(self, pod: Pod) -> None:
         """`kill -9` of everything that the engine container runs."""
-        container = pod.containers[ENGINE_CONTAINER]
+        await self._kill(pod.containers[ENGINE_CONTAINER])
+
+    async def kill_agent(self, pod: Pod) -> None:
+        """`kill -9` of a pod's agent."""
+        await self._kill(pod.containers[AGENT_CONTAINER])
+
+    async def _kill(self, container: Container) -> None:
         os.killpg(container.pid, signal.SIGKILL)
         await container.process.wait()
 

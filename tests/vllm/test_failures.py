@@ -173,3 +173,29 @@ def test_decode_is_restarted_under_a_living_prefill(fleet: Any, prompt: Any) -> 
 
     fleet.run(run(), seconds=400.0)
     fleet.run(fleet.settled())
+
+
+@pytest.mark.parametrize("role", ["prefill", "fails", "recomputes"])
+def test_an_agent_is_restarted_under_a_living_engine(fleet: Any, prompt: Any, role: str) -> None:
+    """What was under way fails or is computed anew; the engine finds the next agent by itself."""
+
+    async def run() -> None:
+        pod = getattr(fleet, role)
+        decode = fleet.recomputes if role == "recomputes" else fleet.fails
+        during = [prompt(10 * BLOCK + number, salt=15_000 + number) for number in range(8)]
+        wanted = {tokens: await fleet.expected(tokens, 24) for tokens in during}
+        running = [asyncio.create_task(fleet.serve(decode, tokens, 24)) for tokens in during]
+        await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+        await fleet.kill_agent(pod)
+        for tokens, task in zip(during, running, strict=True):
+            answer = await task
+            assert answer.error or answer.tokens == wanted[tokens]
+            if role == "recomputes":
+                assert answer.error == ""
+        await fleet.pods.restart_agent(pod)
+        for tokens in during:
+            answer = await fleet.serve(decode, tokens, 24)
+            assert (answer.error, answer.tokens) == ("", wanted[tokens])
+
+    fleet.run(run())
+    fleet.run(fleet.settled())

@@ -75,6 +75,7 @@ class VllmPods:
     pods: list[Pod] = field(default_factory=list)
     urls: dict[str, str] = field(default_factory=dict)
     _objects: dict[str, Object] = field(default_factory=dict)
+    _agents: dict[str, Object] = field(default_factory=dict)
 
     def role(self, role: str) -> list[Pod]:
         """Pods of a role."""
@@ -99,6 +100,7 @@ class VllmPods:
         for pod, deployment in deployments:
             agent, engine = containers(deployment)
             self.pods.append(pod)
+            self._agents[pod.name] = agent
             self._objects[pod.name] = {
                 **engine,
                 "args": [*(engine.get("args") or []), *self.arguments, *(own or {}).get(pod.name, ())],
@@ -145,6 +147,15 @@ class VllmPods:
             LocalError: it does not come up.
         """
         await self._wait(pod.name, await self.start_engine(pod))
+        await pair(self.pods)
+
+    async def restart_agent(self, pod: Pod) -> None:
+        """Start a pod's agent again and wait until its engine has found it and its ranks are paired.
+
+        Raises:
+            LocalError: it does not come up.
+        """
+        await start_agent(self.cluster, pod, self._agents[pod.name])
         await pair(self.pods)
 
     async def start_router(self) -> str:
