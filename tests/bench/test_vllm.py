@@ -38,10 +38,11 @@ MODEL = "tiny-llama"
 WARM, REQUESTS = 5, 25
 FIRST_TRIES = 10
 IDLE_SECONDS = 10.0
+SETTLE_SECONDS = 3.0
 ROUNDS = 10
 STREAM = 900
-PERIOD = 0.2
-OTHERS = 12
+PERIOD = 0.6
+OTHERS = 10
 TO_DECODE = {
     "do_remote_decode": True,
     "do_remote_prefill": False,
@@ -126,6 +127,8 @@ async def opened(state: Path, replicas: int) -> AsyncIterator[tuple[VllmPods, ai
 
 async def idle_cores(groups: dict[str, list[int]]) -> dict[str, float]:
     """Cores that process groups use while nothing is asked of them."""
+    # vLLM itself spins for a second after each message between its processes.
+    await asyncio.sleep(SETTLE_SECONDS)
     before, started = {name: cpu_seconds(pids) for name, pids in groups.items()}, time.monotonic()
     # Idleness can only be measured over time.
     await asyncio.sleep(IDLE_SECONDS)

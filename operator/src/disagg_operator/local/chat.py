@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 import time
@@ -146,6 +147,8 @@ async def ask(
                 return answer
             async for line in response.content:
                 _take(answer, line, started)
+                # A line that has come already is read without a pause: a fast stream would hold up all others here.
+                await asyncio.sleep(0)
     except (aiohttp.ClientError, TimeoutError, OSError) as error:
         answer.error = f"{type(error).__name__}: {error}"
     answer.total_seconds = time.monotonic() - started
