@@ -216,7 +216,8 @@ async def stream_beside(engines: Engines, prompts: list[tuple[int, ...]], number
 
 
 async def rounds(state: Path) -> list[tuple[tuple[float, int], tuple[float, int]]]:
-    """Seconds per token, and requests answered, beside transfers of whole prompts, and beside the same requests with all but one page cached.
+    """Seconds per token and requests answered: beside transfers of whole prompts, and beside the same with all but one
+    page cached.
 
     Decode's prefix cache has every whole block after the first time; prefill computes everything both times. So both
     do the same, except that the second moves one page per request.
