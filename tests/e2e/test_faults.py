@@ -125,9 +125,11 @@ def test_a_kept_run_shows_its_account_first(disagg: Any, write_deployment: Calla
 
 def test_a_killed_runner_leaves_no_process(running: Any, alive: Any, wait_for: Any) -> None:
     process, pods = running
+    folder = Path(pods[0]["agentHttp"]).parents[2]
     process.kill()
     process.communicate(timeout=20.0)
     wait_for(lambda: not any(alive(pid) for pid in every_pid(pods)), 5.0, "processes outlive their runner")
+    wait_for(lambda: not folder.exists(), 5.0, "the folder of sockets outlives its runner")
 
 
 def test_an_idle_pair_of_agents_costs_nothing(
