@@ -12,7 +12,7 @@ import yaml
 
 from disagg_operator.documents import UsageError
 from disagg_operator.engine_flags import engine_args, probe_args, shape_args
-from disagg_operator.local.probe import _binding
+from disagg_operator.local.vllm_env import engine_env
 from disagg_operator.planning import plan_deployment
 from disagg_operator.probe_report import make_report, read_rank_files
 from disagg_operator.types import DisaggDeployment, parse_deployment
@@ -154,7 +154,7 @@ def test_the_probe_takes_the_connectors_place_and_nothing_else(deployment: Disag
     ],
 )
 def test_workers_are_bound_to_cores(arguments: list[str], workers: int) -> None:
-    bound = _binding(arguments)["VLLM_CPU_OMP_THREADS_BIND"]
+    bound = engine_env(arguments)["VLLM_CPU_OMP_THREADS_BIND"]
     assert bound == "nobind" if workers == 1 else len(bound.split("|")) == workers
 
 

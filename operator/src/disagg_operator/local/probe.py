@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import itertools
-import os
 import shutil
 import time
 from collections.abc import Callable, Sequence
@@ -17,6 +15,7 @@ from disagg_operator.constants import ENGINE_CONTAINER, LABEL_ROLE
 from disagg_operator.engine_flags import check_user_args, probe_args, shape_args
 from disagg_operator.local.processes import Container, LocalError, Pod
 from disagg_operator.local.up import local_cluster
+from disagg_operator.local.vllm_env import engine_env
 from disagg_operator.local.vllm_pods import find_python, free_port, make_model
 from disagg_operator.probe_report import read_rank_files
 from disagg_operator.types import DisaggDeployment
@@ -26,16 +25,6 @@ _POLL_SECONDS = 0.1
 _SAY_SECONDS = 20.0
 _TAIL_LINES = 20
 _GRACE_SECONDS = 10.0
-
-_ENV = {
-    "OMP_NUM_THREADS": "1",
-    "HF_HUB_OFFLINE": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_HOST_IP": "127.0.0.1",
-    "GLOO_SOCKET_IFNAME": "lo",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-}
-"""An engine that keeps to this machine, with a cache that is just large enough to look at."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +103,7 @@ async def probe_engine(probe: Probe, line: Callable[[str], None]) -> dict[str, R
             "command": [str(python), "-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1", "--port", port],
             "args": arguments,
         }
-        container = await cluster.start(pod, described, {**_ENV, **_binding(arguments)})
+        container = await cluster.start(pod, described, engine_env(arguments))
         line(f"starting the engine; its log is {container.log}")
         files = await _wait(output, container, probe.timeout, line)
         line("every rank has written; ending the engine")
@@ -150,21 +139,3 @@ async def _wait(
             said = now
             line(f"{missing} after {now - started:.0f} s")
         await asyncio.sleep(_POLL_SECONDS)
-
-
-def _binding(arguments: Sequence[str]) -> dict[str, str]:
-    """vLLM on CPUs binds its workers to cores: one each as far as there are cores, or none for a single worker."""
-    workers = _number(arguments, "--tensor-parallel-size", "-tp") * _number(
-        arguments, "--pipeline-parallel-size", "-pp"
-    )
-    cores = os.cpu_count() or 1
-    bound = "|".join(str(rank % cores) for rank in range(workers))
-    return {"VLLM_CPU_OMP_THREADS_BIND": "nobind" if workers == 1 else bound}
-
-
-def _number(arguments: Sequence[str], *flags: str) -> int:
-    words = [part for word in arguments for part in (word.split("=", 1) if word.startswith("-") else [word])]
-    for flag, value in itertools.pairwise(words):
-        if flag.replace("_", "-") in flags and value.isdecimal():
-            return max(1, int(value))
-    return 1

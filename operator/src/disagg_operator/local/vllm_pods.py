@@ -18,6 +18,7 @@ from disagg_operator.children import Object
 from disagg_operator.constants import ENGINE_CONTAINER
 from disagg_operator.local.pods import containers, pair, start_agent
 from disagg_operator.local.processes import Container, LocalCluster, LocalError, Pod
+from disagg_operator.local.vllm_env import engine_env
 from disagg_operator.types import DeploymentSpec
 
 ENGINE_SECONDS = 300.0
@@ -29,15 +30,6 @@ INSTALL = (
     "vLLM is not installed: run `make install-vllm` (about 6.5 GB, several minutes), or name a Python that has it with "
     "DISAGG_VLLM_PYTHON"
 )
-
-_VLLM_ENV = {
-    "OMP_NUM_THREADS": "1",
-    "HF_HUB_OFFLINE": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_HOST_IP": "127.0.0.1",
-    "GLOO_SOCKET_IFNAME": "lo",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-}
 
 
 def find_python() -> Path:
@@ -133,12 +125,10 @@ class VllmPods:
         """Start a pod's engine, also again after it has ended; where it listens stays the same."""
         container = self._objects[pod.name]
         words = [str(word) for word in container.get("args") or []]
-        tensor = int(words[words.index("--tensor-parallel-size") + 1]) if "--tensor-parallel-size" in words else 1
         port = self.urls[pod.name].rpartition(":")[2]
         command = [str(self.python), "-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1", "--port", port]
-        binding = {"VLLM_CPU_OMP_THREADS_BIND": "nobind" if tensor == 1 else _binding(tensor)}
         described = {**container, "command": command, "args": words}
-        return await self.cluster.start(pod, described, {**_VLLM_ENV, **binding, **self.env})
+        return await self.cluster.start(pod, described, {**engine_env(words), **self.env})
 
     async def restart_engine(self, pod: Pod) -> None:
         """Start a pod's engine again and wait until it serves and its ranks are paired.
@@ -265,9 +255,3 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
-
-
-def _binding(tensor: int) -> str:
-    """One core for each worker, as far as there are cores."""
-    cores = os.cpu_count() or 1
-    return "|".join(str(rank % cores) for rank in range(tensor))
