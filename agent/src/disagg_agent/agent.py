@@ -65,8 +65,9 @@ class AgentConfig:
         port: side channel port; 0 lets the system choose.
         lease_seconds: how long prefill holds a request's pages.
         deadline_seconds: how long a load may take.
-        hold_grace_seconds: how long decode may be ahead of prefill's workers, which ask for a hold in the engine's
-            next step: a long step.
+        hold_grace_seconds: how long decode may be ahead of prefill's workers, which ask for a hold only once the
+            engine's step after next has begun: two long steps on a starved machine. Less than a load's deadline, so
+            that a request that nobody holds is refused as such.
     """
 
     role: Role
@@ -77,7 +78,7 @@ class AgentConfig:
     port: int
     lease_seconds: float = 30.0
     deadline_seconds: float = 30.0
-    hold_grace_seconds: float = 10.0
+    hold_grace_seconds: float = 25.0
 
 
 class Agent:
