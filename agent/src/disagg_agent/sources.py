@@ -67,6 +67,7 @@ class Source:
         settled: whether this connection has ever been ready.
         broken: why the connection is being given up, if it is.
         waiting: questions for a peer that is not ready yet.
+        learned: whether only a request has named it; nobody introduced it.
     """
 
     address: Address
@@ -83,6 +84,7 @@ class Source:
     links: dict[tuple[int, int], Link] = field(default_factory=dict)
     broken: tuple[str, str] | None = None
     waiting: list[Open] = field(default_factory=list)
+    learned: bool = False
     wake: asyncio.Event = field(default_factory=asyncio.Event)
     task: asyncio.Task[None] | None = None
 
@@ -124,7 +126,7 @@ class Sources:
         for key in set(self.peers) - wanted:
             self._forget(key)
         for key in wanted:
-            self._know(key)
+            self._know(key).learned = False
 
     def close(self) -> None:
         """Drop every peer."""
@@ -148,11 +150,12 @@ class Sources:
                 return
         if isinstance(message, Done):
             return
+        if ref.host and ref.port and not any(peer.channel is not None for peer in candidates):
+            # The request is newer than what we were told: a replica may have come back elsewhere.
+            candidates = [self._learn((ref.replica, Address(ref.host, ref.port)))]
         if not candidates:
-            if not ref.host or not ref.port:
-                self._refuse(ref.replica, message, "UnknownPeer", f"replica {ref.replica} was never introduced")
-                return
-            candidates = [self._know((ref.replica, Address(ref.host, ref.port)))]
+            self._refuse(ref.replica, message, "UnknownPeer", f"replica {ref.replica} was never introduced")
+            return
         peer = candidates[0]
         if peer.state == "refused":
             self._refuse(ref.replica, message, peer.code, peer.message)
@@ -204,6 +207,12 @@ class Sources:
             peer.task = asyncio.create_task(self._keep(peer), name=f"peer {key[1]}")
         return self.peers[key]
 
+    def _learn(self, key: tuple[str, Address]) -> Source:
+        """A peer that only a request speaks of."""
+        if key not in self.peers:
+            self._know(key).learned = True
+        return self.peers[key]
+
     def _forget(self, key: tuple[str, Address]) -> None:
         peer = self.peers.pop(key)
         if peer.task is not None:
@@ -224,6 +233,10 @@ class Sources:
             peer.code, peer.message = code, text
             log.warning("peer lost", extra={"peer": str(peer.address), "code": code, "detail": text})
             self._lost(peer, code, text)
+            if peer.learned:
+                # A client may name any address: it is dialled when a request asks for it, and not for ever.
+                self.peers.pop((peer.replica, peer.address), None)
+                return
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(backoff):
                     await peer.wake.wait()

@@ -214,8 +214,8 @@ def _refusal(said: Mapping[str, Any]) -> str:
         return f"kv_transfer_params lack {', '.join(missing)}: the prefill engine does not run the disagg connector"
     for name, value in said.items():
         if name == "remote_port":
-            if not isinstance(value, int) or not 0 < value < 65536:
+            if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 65536:
                 return f"kv_transfer_params: {name} is {str(value)[:40]!r}, not a port"
-        elif not isinstance(value, str) or len(value) > _LONGEST:
+        elif not isinstance(value, str) or len(value) > _LONGEST or not value.isprintable():
             return f"kv_transfer_params: {name} is {str(value)[:40]!r}, not a name of at most {_LONGEST} characters"
     return ""

@@ -240,7 +240,8 @@ class WorkerHalf:
             if connection is not self._connection:
                 self._stillborn = True
                 return
-            log.error("the agent is gone: %s", reason)
+            if not self._closing.is_set():
+                log.error("the agent is gone: %s", reason)
             self._lost = f"the agent is gone: {reason}"
             for wire in list(self._loading):
                 self._load_ended(wire, well=False)
