@@ -77,3 +77,22 @@ def test_a_missing_installation_says_what_to_install(disagg: Any, monkeypatch: p
     assert result.code == 1
     assert "make install-vllm" in result.err
     assert "6.5 GB" in result.err
+
+
+@pytest.mark.parametrize("argument", ["--tensor-parallel-size=4", "-tp=4", "--kv-transfer-config={}"])
+def test_an_engine_argument_that_the_spec_decides_is_refused(
+    disagg: Any, monkeypatch: pytest.MonkeyPatch, argument: str
+) -> None:
+    monkeypatch.setenv("DISAGG_VLLM_PYTHON", sys.executable)
+    example = str(ROOT / "examples" / "tiny-llama-vllm.yaml")
+    result = disagg.run("up", "--engine", "vllm", "-f", example, f"--engine-arg={argument}")
+    assert result.code == 1
+    assert "FlagConflict" in result.err
+    assert "--engine-arg" in result.err
+
+
+def test_a_program_that_is_none_is_named(disagg: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("DISAGG_VLLM_PYTHON", str(tmp_path))
+    result = disagg.run("up", "--engine", "vllm", "-f", str(ROOT / "examples" / "tiny-llama-vllm.yaml"))
+    assert result.code == 1
+    assert f"DISAGG_VLLM_PYTHON is {tmp_path}" in result.err

@@ -72,10 +72,21 @@ def check_user_args(spec: DeploymentSpec) -> None:
         owned = {flag for flag in rendered if flag.startswith("--")}
         for container in spec.role(role).template["spec"]["containers"]:
             if container.get("name") == ENGINE_CONTAINER:
-                _check(role, owned, [*(container.get("command") or []), *(container.get("args") or [])])
+                where = f"spec.{role}.template.spec.containers[{ENGINE_CONTAINER}].args"
+                _check(role, where, owned, [*(container.get("command") or []), *(container.get("args") or [])])
 
 
-def _check(role: str, owned: set[str], words: Sequence[object]) -> None:
+def check_extra_args(spec: DeploymentSpec, where: str, words: Sequence[str]) -> None:
+    """Refuse further arguments, given elsewhere than in the spec, that the spec decides.
+
+    Raises:
+        Refusal: `FlagConflict`, as above.
+    """
+    owned = {flag for flag in engine_args(spec, "prefill") if flag.startswith("--")}
+    _check("prefill", where, owned, words)
+
+
+def _check(role: str, where: str, owned: set[str], words: Sequence[object]) -> None:
     fields = {
         "--served-model-name": "spec.model.name",
         "--tensor-parallel-size": f"spec.{role}.parallelism.tensor",
@@ -89,7 +100,7 @@ def _check(role: str, owned: set[str], words: Sequence[object]) -> None:
         if name in owned:
             raise Refusal(
                 "FlagConflict",
-                f"spec.{role}.template.spec.containers[{ENGINE_CONTAINER}].args",
+                where,
                 f"argument {word!r} sets what {fields[name]} decides",
                 f"Remove {flag} and set {fields[name]}",
             )

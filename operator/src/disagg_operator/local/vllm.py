@@ -12,6 +12,7 @@ from typing import Any
 import aiohttp
 
 from disagg_operator.children import LOCAL
+from disagg_operator.engine_flags import check_extra_args
 from disagg_operator.local.chat import Answer, Comparison, Prompt, ask, compare, make_prompts
 from disagg_operator.local.pods import agent_socket, apply_objects, unix_session, write_pods
 from disagg_operator.local.processes import LocalError, Pod
@@ -74,6 +75,7 @@ async def up_vllm(snapshot: Snapshot, options: VllmOptions, reporter: Reporter) 
     """
     python = find_python()
     check_replicas(snapshot)
+    check_extra_args(snapshot.deployment.spec, "--engine-arg", options.arguments)
     desired = reconcile(snapshot, LOCAL)
     if desired.plan is None:
         raise desired.refusal or LocalError("reconcile gave no plan")

@@ -42,6 +42,8 @@ def find_python() -> Path:
     python = Path(named) if named else Path(sys.prefix).parent / ".venv-vllm" / "bin" / "python"
     if not python.exists():
         raise LocalError(INSTALL)
+    if not python.is_file() or not os.access(python, os.X_OK):
+        raise LocalError(f"DISAGG_VLLM_PYTHON is {named}, which is not a program that can be run")
     return python
 
 
