@@ -40,7 +40,7 @@ def deployment(tmp_path: Path) -> Any:
 def run(disagg: Any, monkeypatch: pytest.MonkeyPatch, file: Path, *arguments: str) -> Any:
     monkeypatch.setenv("DISAGG_VLLM_PYTHON", str(PYTHON))
     return disagg.run(
-        "up", "--engine", "vllm", "-f", str(file), "--requests", "50", "--concurrency", "8", "-o", "json", *arguments,
+        "up", "--engine", "vllm", "-f", str(file), "--requests", "50", "--concurrency", "4", "-o", "json", *arguments,
         timeout=1100.0,
     )  # fmt: skip
 

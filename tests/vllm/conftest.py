@@ -167,7 +167,7 @@ def _overrides(args: list[str], policy: str) -> list[str]:
 async def _start(cluster: LocalCluster) -> tuple[VllmPods, str]:
     document = yaml.safe_load((ROOT / "examples" / "tiny-llama-vllm.yaml").read_text())
     document["spec"]["decode"] |= {"replicas": 2, "parallelism": {"tensor": 1}}
-    document["spec"]["transport"] = {"leaseSeconds": LEASE_SECONDS}
+    document["spec"]["transport"] = {"leaseSeconds": LEASE_SECONDS, "deadlineSeconds": 2 * LEASE_SECONDS}
     deployment = parse_deployment(document)
     desired = reconcile(Snapshot(deployment), LOCAL)
     assert desired.plan is not None

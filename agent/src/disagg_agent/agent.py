@@ -53,6 +53,9 @@ log = logging.getLogger(__name__)
 Role = Literal["prefill", "decode"]
 
 
+GRACE_SHARE = 0.8
+
+
 @dataclass(frozen=True)
 class AgentConfig:
     """What a pod tells its agent.
@@ -67,7 +70,7 @@ class AgentConfig:
         deadline_seconds: how long a load may take.
         hold_grace_seconds: how long decode may be ahead of prefill's workers, which ask for a hold only once the
             engine's step after next has begun: two long steps on a starved machine. Less than a load's deadline, so
-            that a request that nobody holds is refused as such.
+            that a request that nobody holds is refused as such; `GRACE_SHARE` of it in a pod.
     """
 
     role: Role

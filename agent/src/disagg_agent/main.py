@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from disagg_agent.agent import Agent, AgentConfig, Role
+from disagg_agent.agent import GRACE_SHARE, Agent, AgentConfig, Role
 from disagg_agent.errors import AgentError
 from disagg_agent.http import build_app
 from disagg_agent.plan_loader import LoadedPlan, load_plan
@@ -45,7 +45,7 @@ def serve(
     set_up_logging(log_level)
     end_on_thread_crash()
     known: Role = "prefill" if role == "prefill" else "decode"
-    config = AgentConfig(known, pod, replica, engine_socket, host, port, lease, deadline)
+    config = AgentConfig(known, pod, replica, engine_socket, host, port, lease, deadline, GRACE_SHARE * deadline)
     try:
         loaded = load_plan(plan, digest)
     except AgentError as error:

@@ -91,6 +91,8 @@ async def up_vllm(snapshot: Snapshot, options: VllmOptions, reporter: Reporter) 
         write_pods(options.state, pods.pods)
         router = await pods.start_router()
         reporter.line(f"{len(pods.pods)} pods ready and paired in {time.monotonic() - started:.1f} s")
+        reporter.line("one answer from each engine by itself: the first takes long")
+        await pods.warm_up()
         account = await _drive(pods, spec.model.name, (router, pods.urls["reference"]), options, reporter)
         reporter.finished(account)
         if options.keep:

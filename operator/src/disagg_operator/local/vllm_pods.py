@@ -141,6 +141,23 @@ class VllmPods:
         await self._wait(pod.name, await self.start_engine(pod))
         await pair(self.pods)
 
+    async def warm_up(self) -> None:
+        """Let every engine answer once, one after the other: first steps of several would starve each other.
+
+        Raises:
+            LocalError: an engine does not answer.
+        """
+        timeout = aiohttp.ClientTimeout(total=ENGINE_SECONDS)
+        async with aiohttp.ClientSession(timeout=timeout) as session:
+            for name, url in self.urls.items():
+                body = {"model": self.spec.model.name, "prompt": [1, 2, 3], "max_tokens": 2, "temperature": 0}
+                try:
+                    async with session.post(f"{url}/v1/completions", json=body) as answer:
+                        if answer.status != 200:
+                            raise LocalError(f"engine of {name} answers {answer.status}: {await answer.text()}")
+                except (aiohttp.ClientError, OSError, TimeoutError) as error:
+                    raise LocalError(f"engine of {name} does not answer: {error or 'timed out'}") from error
+
     async def restart_agent(self, pod: Pod) -> None:
         """Start a pod's agent again and wait until its engine has found it and its ranks are paired.
 
