@@ -12,7 +12,6 @@ import yaml
 
 from disagg_operator.documents import UsageError
 from disagg_operator.engine_flags import engine_args, probe_args, shape_args
-from disagg_operator.local.vllm_env import engine_env
 from disagg_operator.planning import plan_deployment
 from disagg_operator.probe_report import make_report, read_rank_files
 from disagg_operator.types import DisaggDeployment, parse_deployment
@@ -141,21 +140,6 @@ def test_the_probe_takes_the_connectors_place_and_nothing_else(deployment: Disag
         "kv_connector_extra_config": {"output": "/out"},
         "kv_role": "kv_both",
     }
-
-
-@pytest.mark.parametrize(
-    ("arguments", "workers"),
-    [
-        ([], 1),
-        (["--tensor-parallel-size", "2"], 2),
-        (["-tp=2", "-pp", "3"], 6),
-        (["--tensor_parallel_size=2", "--model", "-tp"], 2),
-        (["-tp", "many"], 1),
-    ],
-)
-def test_workers_are_bound_to_cores(arguments: list[str], workers: int) -> None:
-    bound = engine_env(arguments)["VLLM_CPU_OMP_THREADS_BIND"]
-    assert bound == "nobind" if workers == 1 else len(bound.split("|")) == workers
 
 
 def test_files_of_a_folder(probe_files: Make, tmp_path: Path) -> None:

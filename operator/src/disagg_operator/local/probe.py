@@ -15,7 +15,7 @@ from disagg_operator.constants import ENGINE_CONTAINER, LABEL_ROLE
 from disagg_operator.engine_flags import check_user_args, probe_args, shape_args
 from disagg_operator.local.processes import Container, LocalError, Pod
 from disagg_operator.local.up import local_cluster
-from disagg_operator.local.vllm_env import engine_env
+from disagg_operator.local.vllm_env import ENGINE_ENV
 from disagg_operator.local.vllm_pods import find_python, free_port, make_model
 from disagg_operator.probe_report import read_rank_files
 from disagg_operator.types import DisaggDeployment
@@ -103,7 +103,7 @@ async def probe_engine(probe: Probe, line: Callable[[str], None]) -> dict[str, R
             "command": [str(python), "-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1", "--port", port],
             "args": arguments,
         }
-        container = await cluster.start(pod, described, engine_env(arguments))
+        container = await cluster.start(pod, described, ENGINE_ENV)
         line(f"starting the engine; its log is {container.log}")
         files = await _wait(output, container, probe.timeout, line)
         line("every rank has written; ending the engine")

@@ -18,7 +18,7 @@ from disagg_operator.children import Object
 from disagg_operator.constants import ENGINE_CONTAINER
 from disagg_operator.local.pods import containers, pair, start_agent
 from disagg_operator.local.processes import Container, LocalCluster, LocalError, Pod
-from disagg_operator.local.vllm_env import engine_env
+from disagg_operator.local.vllm_env import ENGINE_ENV
 from disagg_operator.types import DeploymentSpec
 
 ENGINE_SECONDS = 300.0
@@ -130,7 +130,7 @@ class VllmPods:
         port = self.urls[pod.name].rpartition(":")[2]
         command = [str(self.python), "-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1", "--port", port]
         described = {**container, "command": command, "args": words}
-        return await self.cluster.start(pod, described, {**engine_env(words), **self.env})
+        return await self.cluster.start(pod, described, {**ENGINE_ENV, **self.env})
 
     async def restart_engine(self, pod: Pod) -> None:
         """Start a pod's engine again and wait until it serves and its ranks are paired.
