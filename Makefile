@@ -10,6 +10,7 @@ LOCK_ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 VLLM_VENV := .venv-vllm
+CRD := crds/disaggdeployments.disagg.dev.yaml
 SOURCES := plan/src operator/src agent/src
 
 PIP_INSTALL := $(BIN)/python -m pip --disable-pip-version-check install --quiet --no-deps
@@ -94,13 +95,18 @@ fmt: install-dev ## Format the code and apply the safe fixes.
 	$(BIN)/ruff format .
 
 .PHONY: verify
-verify: install-dev ## Check that the lock files match pyproject.toml.
+verify: install-dev ## Check that crds/ matches the types and the lock files match pyproject.toml.
+	@$(BIN)/disagg crds | diff -u $(CRD) - || { echo 'The CRD is out of date: run make crds' >&2; exit 1; }
 	@tmp=$$(mktemp -d); trap 'rm -rf "$$tmp"' EXIT; \
 	cp requirements/*.txt "$$tmp"; \
 	{ $(COMPILE_DEV) -o "$$tmp/dev.txt" >/dev/null && diff -u requirements/dev.txt "$$tmp/dev.txt" && \
 	$(COMPILE_RUNTIME) -o "$$tmp/runtime.txt" >/dev/null && diff -u requirements/runtime.txt "$$tmp/runtime.txt" && \
 	$(COMPILE_VLLM) -o "$$tmp/vllm.txt" >/dev/null && diff -u requirements/vllm.txt "$$tmp/vllm.txt"; } || \
 		{ echo 'The lock files are out of date: run make lock' >&2; exit 1; }
+
+.PHONY: crds
+crds: install-dev ## Write crds/ anew from the types.
+	$(BIN)/disagg crds > $(CRD)
 
 .PHONY: lock
 lock: install-dev ## Write requirements/*.txt anew; LOCK_ARGS=--upgrade for newer versions.

@@ -16,8 +16,9 @@ from typing import Annotated
 
 import typer
 
-from disagg_operator.children import LOCAL, plan_config_map
+from disagg_operator.children import LOCAL
 from disagg_operator.console import TerminalReporter, emit, error, mapping_table, plain
+from disagg_operator.crds_command import crds
 from disagg_operator.describe import figures, topology
 from disagg_operator.invocation import File, Name, Output, finish, read, refused, usage
 from disagg_operator.local.up import UpOptions, up, with_placement
@@ -90,8 +91,7 @@ def plan(
     if output is PlanOutput.json:
         emit(wire.encode(desired.plan).decode())
     elif output is PlanOutput.configmap:
-        item = plan_config_map(snapshot.deployment, desired.plan)
-        emit(dump([item]).rstrip("\n"))
+        emit(dump([desired.objects[0]]).rstrip("\n"))
     else:
         plain(topology(desired.plan))
         mapping_table(desired.plan)
@@ -229,6 +229,7 @@ def run(
 
 
 app.command()(probe)
+app.command()(crds)
 
 
 def main() -> None:

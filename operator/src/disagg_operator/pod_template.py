@@ -10,12 +10,70 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from pydantic.config import JsonDict
+
 from disagg_operator.constants import AGENT_CONTAINER, ENGINE_CONTAINER
 
 RESERVED_VOLUMES = ("disagg-run", "disagg-plan")
 
 _NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
 _MAX_DEPTH = 40
+_MAX_NAMED = 256
+"""Entries of one list; pods have a few. API servers want a bound where a rule looks through a list."""
+
+
+def _named_schema() -> JsonDict:
+    name: JsonDict = {"type": "string", "minLength": 1, "maxLength": 63, "pattern": f"^{_NAME.pattern}$"}
+    item: JsonDict = {
+        "type": "object",
+        "required": ["name"],
+        "properties": {"name": name},
+        "x-kubernetes-preserve-unknown-fields": True,
+    }
+    return {
+        "type": "array",
+        "maxItems": _MAX_NAMED,
+        "items": item,
+        # As in a pod: names are unique, and who applies one container owns that one.
+        "x-kubernetes-list-type": "map",
+        "x-kubernetes-list-map-keys": ["name"],
+    }
+
+
+TEMPLATE_SCHEMA: JsonDict = {
+    "type": "object",
+    "description": "Pod template (`PodTemplateSpec`) with exactly one container named `engine`. Only names are judged "
+    "here, the rest when the pod is made.",
+    "required": ["spec"],
+    "properties": {
+        "spec": {
+            "type": "object",
+            "required": ["containers"],
+            "properties": {key: _named_schema() for key in ("containers", "initContainers", "volumes")},
+            "x-kubernetes-preserve-unknown-fields": True,
+        }
+    },
+    "x-kubernetes-preserve-unknown-fields": True,
+    "x-kubernetes-validations": [
+        {
+            "rule": f"self.spec.containers.exists_one(c, c.name == '{ENGINE_CONTAINER}')",
+            "message": f"exactly one container named '{ENGINE_CONTAINER}' is needed",
+            "fieldPath": ".spec.containers",
+        },
+        {
+            "rule": f"!self.spec.containers.exists(c, c.name == '{AGENT_CONTAINER}') && "
+            f"!(has(self.spec.initContainers) && self.spec.initContainers.exists(c, c.name == '{AGENT_CONTAINER}'))",
+            "message": f"the container name '{AGENT_CONTAINER}' is ours, choose another",
+            "fieldPath": ".spec",
+        },
+        {
+            "rule": f"!(has(self.spec.volumes) && self.spec.volumes.exists(v, v.name in {list(RESERVED_VOLUMES)}))",
+            "message": f"the names {' and '.join(map(repr, RESERVED_VOLUMES))} are ours, choose another",
+            "fieldPath": ".spec.volumes",
+        },
+    ],
+}
+"""What an API server judges of a template: all that `check_template` judges by names."""
 
 
 def check_template(template: Any) -> dict[str, Any]:
@@ -105,7 +163,10 @@ def _list(parent: Mapping[str, Any], key: str, path: str) -> list[Any]:
 def _named(parent: Mapping[str, Any], key: str, path: str) -> dict[str, dict[str, Any]]:
     """Items of a list by their names, which must be labels and unique."""
     found: dict[str, dict[str, Any]] = {}
-    for index, item in enumerate(_list(parent, key, path)):
+    items = _list(parent, key, path)
+    if len(items) > _MAX_NAMED:
+        raise ValueError(f"{path}.{key} has {len(items)} entries, at most {_MAX_NAMED} are taken")
+    for index, item in enumerate(items):
         if not isinstance(item, dict):
             raise ValueError(f"{path}.{key}[{index}] is {_kind(item)}, not an object")
         name = item.get("name")

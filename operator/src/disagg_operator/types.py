@@ -8,48 +8,98 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    WithJsonSchema,
+    field_validator,
+    model_validator,
+)
 from pydantic.alias_generators import to_camel
+from pydantic.config import JsonDict
 
 from disagg_operator.constants import API_VERSION, KIND
-from disagg_operator.pod_template import check_template
+from disagg_operator.pod_template import TEMPLATE_SCHEMA, check_template
 from disagg_plan.errors import Refusal
 
 Short = Annotated[str, Field(min_length=1, max_length=253)]
 PartName = Annotated[str, Field(min_length=1, max_length=63, pattern=r"^[a-z0-9]([a-z0-9_.-]*[a-z0-9])?$")]
 ObjectName = Annotated[str, Field(min_length=1, max_length=63, pattern=r"^[a-z0-9]([a-z0-9-]*[a-z0-9])?$")]
 Ranges = Annotated[str, Field(min_length=1, max_length=4096, pattern=r"^[0-9,-]+$")]
+Free = Annotated[dict[str, Any], Field(json_schema_extra={"x-kubernetes-preserve-unknown-fields": True})]
+
+
+def _rules(*rules: JsonDict) -> JsonDict:
+    """Schema of a type with what an API server judges by itself, in CEL.
+
+    Messages are fixed texts: it takes a number made into text as unbounded, and refuses expressions that use one.
+
+    The same things are refused here or in planning, where there may be no API server. What takes a table of the
+    planner (backends, dtypes, models) is judged there only: a table may grow without a new schema.
+    """
+    return {"x-kubernetes-validations": [*rules]}
 
 
 class Spec(BaseModel):
-    """Base: camelCase, frozen, unknown fields refused."""
+    """Base: camelCase, frozen, unknown fields refused; attribute docstrings are what `kubectl explain` shows."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, alias_generator=to_camel, populate_by_name=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, alias_generator=to_camel, populate_by_name=True, use_attribute_docstrings=True
+    )
 
 
 class GeometryPart(Spec):
     """One tensor of a layer's cache: `elements` per unit and token."""
 
     name: PartName
+    """`k`, `v`, `latent`, …"""
     units: Annotated[int, Field(ge=1, le=65536)]
+    """What the part is sharded by, in the whole model: KV heads, or 1 for a latent."""
     sharding: Literal["split", "replicated"]
+    """Whether units are spread over tensor-parallel ranks, or whole on every one."""
     elements: Annotated[int, Field(ge=1, le=1 << 24)]
+    """Elements of one unit of one token."""
     dtype: Short | None = None
+    """Type of its elements, where it is not that of the cache."""
 
 
 class GeometryGroup(Spec):
     """Layers that share a block table and a page layout."""
 
+    model_config = ConfigDict(
+        json_schema_extra=_rules(
+            {
+                "rule": "self.parts.all(p, self.parts.exists_one(q, q.name == p.name))",
+                "message": "a part stands twice in a group: give every part its own name",
+                "reason": "FieldValueDuplicate",
+                "fieldPath": ".parts",
+            }
+        )
+    )
+
     name: PartName
     layers: Ranges
+    """Layer ids as ranges, e.g. `0-27,30`."""
     table: PartName | None = None
+    """Block table that its pages are listed in, where groups share one; the group's name otherwise."""
     parts: Annotated[list[GeometryPart], Field(min_length=1, max_length=64)]
+    """In the order in which a joint page holds them."""
 
 
 class GeometrySpec(Spec):
     """Explicit geometry; wins over what `config` says."""
 
-    groups: Annotated[list[GeometryGroup], Field(min_length=1, max_length=64)]
+    groups: Annotated[
+        list[GeometryGroup],
+        Field(
+            min_length=1,
+            max_length=64,
+            # Order carries no meaning here, and every group has its own name. Parts do have an order.
+            json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["name"]},
+        ),
+    ]
 
 
 class ConfigMapKeyRef(Spec):
@@ -68,9 +118,27 @@ class ConfigSource(Spec):
 class Model(Spec):
     """The model that both sides serve. Name and revision are part of compatibility."""
 
+    model_config = ConfigDict(
+        json_schema_extra=_rules(
+            {
+                "rule": "!(has(self.config) && has(self.configFrom))",
+                "message": "config and configFrom exclude each other: remove one",
+                "reason": "FieldValueForbidden",
+                "fieldPath": ".configFrom",
+            },
+            {
+                "rule": "has(self.config) || has(self.configFrom) || has(self.geometry)",
+                "message": "one of config, configFrom and geometry is needed",
+                "reason": "FieldValueRequired",
+            },
+        )
+    )
+
     name: Short
     revision: Short | None = None
-    config: dict[str, Any] | None = None
+    """Revision of the weights."""
+    config: Free | None = None
+    """config.json of the model, from which the geometry follows."""
     config_from: ConfigSource | None = None
     geometry: GeometrySpec | None = None
 
@@ -111,8 +179,11 @@ class KVCache(Spec):
     """How the cache is stored."""
 
     dtype: Short = "bfloat16"
+    """Type of its elements, the same on both sides."""
     block_size: Annotated[int, Field(ge=1, le=65536)] = 16
+    """Tokens of a block."""
     layout: Literal["HND", "NHD"] | None = None
+    """Whether a head's tokens adjoin, or a token's heads; the backend's first where it is not stated."""
 
 
 class KVCacheOverride(Spec):
@@ -126,20 +197,40 @@ class KVCacheOverride(Spec):
 class ParallelismSpec(Spec):
     """How a replica is cut. `pipelineLayers` gives each stage's layers; without it, vLLM's even split is used."""
 
+    model_config = ConfigDict(
+        json_schema_extra=_rules(
+            {
+                "rule": "!has(self.pipelineLayers) || size(self.pipelineLayers) == self.pipeline",
+                "message": "pipelineLayers must list one layer range per stage, as many as pipeline says",
+                "fieldPath": ".pipelineLayers",
+            },
+            {
+                "rule": "self.decodeContext == 1",
+                "message": "decode context parallelism is not planned yet: use 1",
+                "fieldPath": ".decodeContext",
+            },
+        )
+    )
+
     tensor: Annotated[int, Field(ge=1, le=1024)] = 1
+    """Tensor-parallel ranks."""
     pipeline: Annotated[int, Field(ge=1, le=256)] = 1
+    """Pipeline stages."""
     decode_context: Annotated[int, Field(ge=1, le=256)] = 1
+    """Decode context parallelism; only 1 is planned yet."""
     pipeline_layers: Annotated[list[Ranges], Field(max_length=256)] | None = None
+    """Layers of each stage, e.g. `["0-14", "15-31"]`."""
 
 
 class Role(Spec):
-    """One side."""
+    """One side: its replicas, how each is cut, and the pods that it runs in."""
 
     replicas: Annotated[int, Field(ge=0, le=10000)] = 1
+    """Engine instances; changing it makes no new revision."""
     parallelism: ParallelismSpec = ParallelismSpec()
     engine: EngineOverride | None = None
     kv_cache: KVCacheOverride | None = None
-    template: dict[str, Any]
+    template: Annotated[dict[str, Any], WithJsonSchema(TEMPLATE_SCHEMA)]
 
     @field_validator("template", mode="before")
     @classmethod
@@ -151,7 +242,9 @@ class Agent(Spec):
     """The transfer agent. `placement` says where movers live: host memory in the agent, GPU memory in the engine."""
 
     placement: Literal["Auto", "Sidecar", "InEngine"] = "Auto"
+    """`Auto`: host memory in the agent, GPU memory in the engine. `Sidecar`: host memory only."""
     image: Short = "disagg-agent:0.1.0"
+    """Image of the agent."""
 
 
 class Transport(Spec):
@@ -159,11 +252,43 @@ class Transport(Spec):
 
     protocol: Literal["Auto", "TCP", "SharedMemory"] = "Auto"
     lease_seconds: Annotated[int, Field(ge=1, le=3600)] = 30
+    """Seconds that prefill holds a request's pages."""
     deadline_seconds: Annotated[int, Field(ge=1, le=3600)] = 30
+    """Seconds that a load may take."""
+
+
+def _dtype(role: str) -> str:
+    return (
+        f"(has(self.{role}.kvCache) && has(self.{role}.kvCache.dtype) ? self.{role}.kvCache.dtype : self.kvCache.dtype)"
+    )
+
+
+def _units_fit(role: str) -> JsonDict:
+    tensor = f"self.{role}.parallelism.tensor"
+    return {
+        "rule": "!has(self.model.geometry) || self.model.geometry.groups.all(g, g.parts.all(p, "
+        f"p.sharding == 'replicated' || p.units % {tensor} == 0 || {tensor} % p.units == 0))",
+        "message": "units of a part cannot be placed on so many tensor-parallel ranks: of units and ranks one must "
+        "divide the other, for every part of model.geometry that is split",
+        "fieldPath": f".{role}.parallelism.tensor",
+    }
 
 
 class DeploymentSpec(Spec):
     """What is declared."""
+
+    model_config = ConfigDict(
+        json_schema_extra=_rules(
+            {
+                "rule": f"{_dtype('prefill')} == {_dtype('decode')}",
+                "messageExpression": f"'prefill stores ' + {_dtype('prefill')} + ', decode ' + {_dtype('decode')} + "
+                "': a copy does not convert, use the same dtype on both sides'",
+                "fieldPath": ".decode.kvCache.dtype",
+            },
+            _units_fit("prefill"),
+            _units_fit("decode"),
+        )
+    )
 
     model: Model
     engine: Engine
