@@ -15,7 +15,9 @@ from typing import Any, Literal
 from disagg_operator.constants import (
     AGENT_CONTAINER,
     ANNOTATION_COMPAT_DIGEST,
+    ANNOTATION_INPUTS_DIGEST,
     ANNOTATION_PLAN_DIGEST,
+    ANNOTATION_RENDERED_DIGEST,
     API_VERSION,
     ENGINE_CONTAINER,
     KIND,
@@ -33,10 +35,12 @@ from disagg_plan import canonical, wire
 
 Object = dict[str, Any]
 RoleName = Literal["prefill", "decode"]
+ROLES: tuple[RoleName, ...] = ("prefill", "decode")
 
 RUN_DIR = "/run/disagg"
 PLAN_DIR = "/etc/disagg/plan"
 _SHORT_DIGEST = 10
+_LONGEST_NAME = 63
 
 
 @dataclass(frozen=True)
@@ -76,12 +80,32 @@ def short(digest: str) -> str:
     return digest.removeprefix("sha256:")[:_SHORT_DIGEST]
 
 
-def plan_config_map(deployment: DisaggDeployment, plan: wire.Plan) -> Object:
-    """The immutable, content-addressed ConfigMap that publishes a plan."""
-    metadata = _metadata(deployment, f"{deployment.metadata.name}-plan-{short(plan.digest)}", plan)
+def child_name(deployment: DisaggDeployment, suffix: str) -> str:
+    """Name of a child: at most 63 characters, so that it fits a label; long names are cut and hashed."""
+    name = f"{deployment.metadata.name}-{suffix}"
+    if len(name) <= _LONGEST_NAME:
+        return name
+    digest = hashlib.sha256(deployment.metadata.name.encode()).hexdigest()[:8]
+    kept = deployment.metadata.name[: _LONGEST_NAME - len(suffix) - len(digest) - 2]
+    return f"{kept.rstrip('-')}-{digest}-{suffix}"
+
+
+def plan_name(deployment: DisaggDeployment, plan: wire.Plan) -> str:
+    """Name of the ConfigMap that publishes a plan."""
+    return child_name(deployment, f"plan-{short(plan.digest)}")
+
+
+def plan_config_map(deployment: DisaggDeployment, plan: wire.Plan, inputs: str) -> Object:
+    """The immutable, content-addressed ConfigMap that publishes a plan.
+
+    Args:
+        inputs: digest of what the plan was made from; a planner of another version finds the plan by it.
+    """
+    metadata = _metadata(deployment, plan_name(deployment, plan), plan)
     metadata["annotations"] = {
         ANNOTATION_PLAN_DIGEST: plan.digest,
         ANNOTATION_COMPAT_DIGEST: plan.compat.digest,
+        ANNOTATION_INPUTS_DIGEST: inputs,
     }
     return {
         "apiVersion": "v1",
@@ -98,8 +122,12 @@ def role_deployment(deployment: DisaggDeployment, plan: wire.Plan, role: RoleNam
     template = pod_template(deployment, plan, role, site)
     labels = {LABEL_DEPLOYMENT: deployment.metadata.name, LABEL_ROLE: role, LABEL_REVISION: revision}
     template["metadata"]["labels"] |= labels
-    metadata = _metadata(deployment, f"{deployment.metadata.name}-{role}-{revision}", plan)
+    metadata = _metadata(deployment, child_name(deployment, f"{role}-{revision}"), plan)
     metadata["labels"] |= labels
+    metadata["annotations"] = {
+        ANNOTATION_PLAN_DIGEST: plan.digest,
+        ANNOTATION_RENDERED_DIGEST: _digest(template)[:_SHORT_DIGEST],
+    }
     return {
         "apiVersion": "apps/v1",
         "kind": "Deployment",
@@ -108,12 +136,26 @@ def role_deployment(deployment: DisaggDeployment, plan: wire.Plan, role: RoleNam
     }
 
 
-def revision_digest(deployment: DisaggDeployment, plan: wire.Plan, site: Site) -> str:
-    """Name of a revision: the plan and the rendered pod templates, replica counts left out."""
-    rendered = {role: pod_template(deployment, plan, role, site) for role in ("prefill", "decode")}
+def revision_digest(deployment: DisaggDeployment, plan: wire.Plan) -> str:
+    """Name of a revision: the plan and what the user says of its pods, replica counts left out.
+
+    It is made from what is declared and not from what is rendered: an operator that renders the same declaration
+    otherwise than the one before it must find the pods that run, and restart none.
+    """
+    spec = deployment.spec
+    declared = {
+        "plan": plan.digest,
+        "engine": spec.engine.model_dump(mode="json", exclude_defaults=True),
+        "agent": spec.agent.model_dump(mode="json", exclude_defaults=True),
+        "transport": spec.transport.model_dump(mode="json", exclude_defaults=True),
+        "templates": {role: spec.role(role).template for role in ROLES},
+    }
+    return _digest(declared)[:_SHORT_DIGEST]
+
+
+def _digest(value: Any) -> str:
     # Templates are the user's objects and may hold what canonical plans may not, such as null.
-    text = json.dumps([plan.digest, rendered], sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()[:_SHORT_DIGEST]
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
 def pod_template(deployment: DisaggDeployment, plan: wire.Plan, role: RoleName, site: Site) -> Object:
@@ -149,7 +191,7 @@ def pod_template(deployment: DisaggDeployment, plan: wire.Plan, role: RoleName, 
             {"name": "disagg-run", "emptyDir": {}},
             {
                 "name": "disagg-plan",
-                "configMap": {"name": f"{deployment.metadata.name}-plan-{short(plan.digest)}"},
+                "configMap": {"name": plan_name(deployment, plan)},
             },
         ]
     )

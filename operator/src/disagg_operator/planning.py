@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -46,6 +47,31 @@ def _plan(spec: DeploymentSpec, config_maps: ConfigMaps) -> tuple[wire.Plan, Pro
         factors["revision"] = spec.model.revision
     plan = build_plan(geometry, _replica(spec, geometry, "prefill"), _replica(spec, geometry, "decode"), factors)
     return plan, prove(plan)
+
+
+def inputs_digest(spec: DeploymentSpec, config_maps: ConfigMaps) -> str:
+    """Digest of everything that a plan is made from: the same inputs are answered by the same published plan.
+
+    Raises:
+        Refusal: the model's config cannot be found.
+    """
+    inputs = {
+        "model": {"name": spec.model.name, "revision": spec.model.revision},
+        "geometry": spec.model.geometry.model_dump(mode="json", exclude_defaults=True)
+        if spec.model.geometry is not None
+        else _config(spec, config_maps),
+        "engine": {"name": spec.engine.name, "version": spec.engine.version},
+        "roles": {
+            role: {
+                "parallelism": spec.role(role).parallelism.model_dump(mode="json", exclude_defaults=True),
+                "cache": spec.kv_cache_of(role).model_dump(mode="json"),
+                "backend": spec.backend_of(role),
+                "pages": spec.pages_of(role),
+            }
+            for role in ("prefill", "decode")
+        },
+    }
+    return "sha256:" + hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()
 
 
 def deployment_geometry(spec: DeploymentSpec, config_maps: ConfigMaps) -> Geometry:

@@ -1,7 +1,7 @@
 """The decision: from what was observed to what should exist. Pure; effects apply it.
 
 The same function serves a cluster and one machine. A refusal or a failed proof yields a status that says why, and
-no objects.
+leaves the children that exist as they are: a mistaken edit ends no pod.
 """
 
 from __future__ import annotations
@@ -11,19 +11,16 @@ from typing import Any
 
 from disagg_operator import children
 from disagg_operator.children import Object, Site
-from disagg_operator.constants import (
-    CONDITION_PLAN_READY,
-    CONDITION_SPEC_VALID,
-    REASON_ACCEPTED,
-    REASON_NO_PLAN,
-    REASON_PROVEN,
-)
-from disagg_operator.describe import topology
+from disagg_operator.constants import ANNOTATION_RENDERED_DIGEST
 from disagg_operator.engine_flags import check_user_args
-from disagg_operator.planning import ConfigMaps, plan_deployment
+from disagg_operator.observed import Children, PublishedPlan
+from disagg_operator.planning import ConfigMaps, inputs_digest, plan_deployment
+from disagg_operator.rollout import leaving_plans, leaving_workloads
+from disagg_operator.status import plan_status
 from disagg_operator.types import DisaggDeployment
 from disagg_plan import wire
-from disagg_plan.errors import PlanError, Refusal
+from disagg_plan.errors import FormatError, PlanError, ProofError
+from disagg_plan.proof import prove
 
 
 @dataclass(frozen=True)
@@ -32,10 +29,12 @@ class Snapshot:
 
     Attributes:
         config_maps: data of the namespace's ConfigMaps that the deployment refers to.
+        children: what exists for it already; nothing in local mode, which starts afresh.
     """
 
     deployment: DisaggDeployment
     config_maps: ConfigMaps = field(default_factory=dict)
+    children: Children = field(default_factory=Children)
 
 
 @dataclass(frozen=True)
@@ -44,8 +43,11 @@ class Desired:
 
     Attributes:
         objects: child objects, in the order in which they are to be applied; empty if the spec is refused.
-        status: the resource's whole status.
+        scales: name and replicas of Deployments whose templates another operator rendered: they are only scaled.
+        leaving: kind and name of objects that are to go, in order, once all of `objects` are applied.
+        status: the resource's status as far as the spec alone decides it.
         plan: the published plan, if there is one.
+        revision: the current revision; empty if there is none.
         refusal: why there is none.
     """
 
@@ -53,6 +55,9 @@ class Desired:
     status: dict[str, Any]
     plan: wire.Plan | None
     refusal: PlanError | None
+    scales: tuple[tuple[str, int], ...] = ()
+    leaving: tuple[tuple[str, str], ...] = ()
+    revision: str = ""
 
 
 def reconcile(snapshot: Snapshot, site: Site) -> Desired:
@@ -60,51 +65,53 @@ def reconcile(snapshot: Snapshot, site: Site) -> Desired:
     deployment = snapshot.deployment
     try:
         check_user_args(deployment.spec)
-        plan, _proof = plan_deployment(deployment.spec, snapshot.config_maps)
+        inputs = inputs_digest(deployment.spec, snapshot.config_maps)
+        plan = _published(snapshot.children.plans, inputs)
+        if plan is None:
+            plan, _proof = plan_deployment(deployment.spec, snapshot.config_maps)
     except PlanError as error:
-        return Desired((), _refused(deployment, error), None, error)
-    revision = children.revision_digest(deployment, plan, site)
-    objects = (
-        children.plan_config_map(deployment, plan),
-        children.role_deployment(deployment, plan, "prefill", revision, site),
-        children.role_deployment(deployment, plan, "decode", revision, site),
+        return Desired((), plan_status(deployment, None, (), error), None, error)
+    revision = children.revision_digest(deployment, plan)
+    config_map = children.plan_config_map(deployment, plan, inputs)
+    roles = [children.role_deployment(deployment, plan, role, revision, site) for role in children.ROLES]
+    foreign = [one for one in roles if _rendered_otherwise(snapshot.children, one)]
+    scales = tuple((one["metadata"]["name"], one["spec"]["replicas"]) for one in foreign)
+    leaving = _leaving(snapshot.children, config_map["metadata"]["name"], revision)
+    kept = [name for kind, name in leaving if kind == "ConfigMap"]
+    plans = [plan.name for plan in snapshot.children.plans if plan.name not in kept]
+    names = dict.fromkeys([config_map["metadata"]["name"], *sorted(plans)])
+    status = plan_status(deployment, plan, tuple(names), None)
+    ours = (one for one in roles if one not in foreign)
+    return Desired((config_map, *ours), status, plan, None, scales, leaving, revision)
+
+
+def _published(plans: tuple[PublishedPlan, ...], inputs: str) -> wire.Plan | None:
+    """A published plan for the same inputs that still proves: another planner's plan restarts no pod."""
+    for published in sorted(plans, key=lambda plan: (plan.created, plan.name)):
+        if published.inputs != inputs:
+            continue
+        try:
+            plan = wire.decode(published.text)
+            prove(plan)
+        except (FormatError, ProofError):
+            continue
+        return plan
+    return None
+
+
+def _rendered_otherwise(observed: Children, rendered: Object) -> bool:
+    """Whether a Deployment is there, but from another operator's rendering of the same declaration."""
+    digest = rendered["metadata"]["annotations"][ANNOTATION_RENDERED_DIGEST]
+    found = next((one for one in observed.workloads if one.name == rendered["metadata"]["name"]), None)
+    return found is not None and found.rendered != digest
+
+
+def _leaving(observed: Children, plan_name: str, revision: str) -> tuple[tuple[str, str], ...]:
+    workloads = leaving_workloads(observed.workloads, revision)
+    # By the plan's digits and not by the name, which a long deployment name shortens.
+    mounted = {one.plan for one in observed.workloads} | {pod.plan for pod in observed.pods}
+    used = {plan.name for plan in observed.plans if plan.name.rpartition("-")[2] in mounted} | {plan_name}
+    return (
+        *(("Deployment", name) for name in workloads),
+        *(("ConfigMap", name) for name in leaving_plans(observed.plans, used)),
     )
-    return Desired(objects, _accepted(deployment, plan, objects), plan, None)
-
-
-def _accepted(deployment: DisaggDeployment, plan: wire.Plan, objects: tuple[Object, ...]) -> dict[str, Any]:
-    spec = deployment.spec
-    return {
-        "observedGeneration": deployment.metadata.generation,
-        "summary": f"{spec.prefill.replicas}P -> {spec.decode.replicas}D, {topology(plan)}",
-        "plan": {
-            "digest": plan.digest,
-            "compatDigest": plan.compat.digest,
-            "configMaps": [item["metadata"]["name"] for item in objects if item["kind"] == "ConfigMap"],
-            "edges": len(plan.edges),
-            "bytesPerToken": plan.summary.bytes_per_token,
-            "copiesPerBlock": plan.summary.copies_per_block,
-        },
-        "conditions": [
-            _condition(CONDITION_SPEC_VALID, "True", REASON_ACCEPTED, "the two sides can work together"),
-            _condition(CONDITION_PLAN_READY, "True", REASON_PROVEN, f"plan {children.short(plan.digest)} is proven"),
-        ],
-    }
-
-
-def _refused(deployment: DisaggDeployment, error: PlanError) -> dict[str, Any]:
-    # A proof that fails is the planner's fault, not the user's: the spec stays valid and the plan is not published.
-    fault = isinstance(error, Refusal)
-    return {
-        "observedGeneration": deployment.metadata.generation,
-        "conditions": [
-            _condition(CONDITION_SPEC_VALID, "False", error.code, str(error))
-            if fault
-            else _condition(CONDITION_SPEC_VALID, "True", REASON_ACCEPTED, "the two sides can work together"),
-            _condition(CONDITION_PLAN_READY, "False", REASON_NO_PLAN if fault else error.code, str(error)),
-        ],
-    }
-
-
-def _condition(kind: str, status: str, reason: str, message: str) -> dict[str, str]:
-    return {"type": kind, "status": status, "reason": reason, "message": message}

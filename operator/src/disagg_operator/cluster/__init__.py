@@ -1,0 +1,1 @@
+"""The operator on a cluster: effects around the pure decision."""
