@@ -74,6 +74,14 @@ demo: install ## Plan Llama 3.1 8B (prefill TP 2, decode TP 4) and move its KV c
 test: install-dev ## Run the tests, without the benchmarks.
 	DISAGG_PROFILE=short $(BIN)/python -m pytest tests --ignore=tests/bench $(PYTEST_ARGS)
 
+.PHONY: cluster-binaries
+cluster-binaries: install-dev ## Build Kubernetes, etcd and helm from Go modules, once (13 minutes; ~/.cache/disagg).
+	PYTHONPATH=tests/cluster $(BIN)/python -m rig.binaries
+
+.PHONY: cluster
+cluster: install-dev ## A shell with a real control plane, the resource installed and the operator running.
+	PYTHONPATH=tests/cluster $(BIN)/python -m rig.shell
+
 .PHONY: soak
 soak: install-dev ## Run the tests with their long profile.
 	DISAGG_PROFILE=long $(BIN)/python -m pytest tests --ignore=tests/bench $(PYTEST_ARGS)

@@ -39,7 +39,8 @@ class Operator:
         """Send a signal and wait for the end."""
         if self.process is None:
             return None
-        self.process.send_signal(number)
+        if self.process.poll() is None:
+            self.process.send_signal(number)
         code = self.process.wait(30)
         self.process = None
         return code
@@ -70,11 +71,23 @@ def kubectl(control_plane: ControlPlane) -> Iterator[Kubectl]:
 
 
 @pytest.fixture
-def stopped_operator(control_plane: ControlPlane, tmp_path: Path) -> Iterator[Operator]:
-    operator = Operator(control_plane.kubeconfig, tmp_path / "operator.log")
-    yield operator
-    operator.end()
-    print(operator.log.read_text() if operator.log.exists() else "the operator was never started")
+def start_operator(tmp_path: Path) -> Iterator[Callable[[Path], Operator]]:
+    """Makes operators, not started yet, against the API server of a kubeconfig; they end with the test."""
+    made: list[Operator] = []
+
+    def make(kubeconfig: Path) -> Operator:
+        made.append(Operator(kubeconfig, tmp_path / f"operator-{len(made)}.log"))
+        return made[-1]
+
+    yield make
+    for operator in made:
+        operator.end()
+        print(operator.log.read_text() if operator.log.exists() else "the operator was never started")
+
+
+@pytest.fixture
+def stopped_operator(control_plane: ControlPlane, start_operator: Callable[[Path], Operator]) -> Operator:
+    return start_operator(control_plane.kubeconfig)
 
 
 @pytest.fixture

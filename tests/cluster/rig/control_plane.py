@@ -43,8 +43,8 @@ class ControlPlane:
         self._commands["kube-apiserver"] = self._api_server(str(paths["kube-apiserver"]), client, secure)
         if self._controllers:
             self._commands["kube-controller-manager"] = self._controller_manager(str(paths["kube-controller-manager"]))
-        admin = self._authority.issue("admin", "admin", "system:masters")
-        self._authority.kubeconfig(self.kubeconfig, self.server, admin)
+        self._admin = self._authority.issue("admin", "admin", "system:masters")
+        self._authority.kubeconfig(self.kubeconfig, self.server, self._admin)
         try:
             for name in self._commands:
                 self.start(name)
@@ -79,6 +79,12 @@ class ControlPlane:
         """Kubeconfig of a user who has no rights until some are bound."""
         identity = self._authority.issue(name.replace(":", "-"), name, group)
         return self._authority.kubeconfig(self.folder / f"{name.replace(':', '-')}.conf", self.server, identity)
+
+    def client_context(self) -> ssl.SSLContext:
+        """TLS of the administrator."""
+        context = ssl.create_default_context(cafile=str(self._authority.certificate))
+        context.load_cert_chain(self._admin.certificate, self._admin.key)
+        return context
 
     def _ready(self) -> bool:
         context = ssl.create_default_context(cafile=str(self._authority.certificate))

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
+
 from rig.binaries import RigError, find
 
 T = TypeVar("T")

@@ -39,12 +39,14 @@ class ApiError(Exception):
     Attributes:
         status: HTTP status; 0 if there was no answer.
         reason: Kubernetes' word for it, such as `Conflict`.
+        terminating: nothing can be made because the namespace is going.
     """
 
-    def __init__(self, status: int, reason: str, message: str) -> None:
+    def __init__(self, status: int, reason: str, message: str, *, terminating: bool = False) -> None:
         super().__init__(message)
         self.status = status
         self.reason = reason
+        self.terminating = terminating
 
     @property
     def not_found(self) -> bool:
@@ -224,7 +226,13 @@ def path(kind: str, namespace: str | None, name: str = "", subresource: str = ""
 def _refused(status: int, body: bytes, what: str) -> ApiError:
     try:
         answer = json.loads(body)
-        return ApiError(status, str(answer.get("reason") or status), str(answer.get("message") or what))
+        causes = (answer.get("details") or {}).get("causes") or []
+        return ApiError(
+            status,
+            str(answer.get("reason") or status),
+            str(answer.get("message") or what),
+            terminating=any(cause.get("reason") == "NamespaceTerminating" for cause in causes),
+        )
     except (ValueError, AttributeError):
         return ApiError(status, str(status), f"{what}: {body[:200].decode(errors='replace')}")
 

@@ -89,6 +89,14 @@ class Controller:
         Raises:
             ApiError: the API server did not take the status; nothing else is raised on purpose.
         """
+        try:
+            await self._reconcile(key)
+        except ApiError as error:
+            if not error.terminating:
+                raise
+            logger.info("namespace is going", extra={"deployment": "/".join(key)})
+
+    async def _reconcile(self, key: Key) -> None:
         body = self._sources.resources.get(key)
         # Owner references clean up after a resource that is going: anything made now would be made in vain.
         if body is None or "deletionTimestamp" in body["metadata"]:
@@ -138,6 +146,8 @@ class Controller:
             try:
                 failure = await self._apply_one(key, item, known.get((kind, name)), uid, applied)
             except ApiError as error:
+                if error.terminating:
+                    raise
                 failure = Failure(REASON_APPLY_FAILED, f"{kind} {name}: {error}")
             if failure is not None:
                 # What follows may mount what failed: it would only make pods that cannot start.

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,16 +14,19 @@ from typing import Any
 
 import kopf
 
-from disagg_operator.cluster.api import Api, connect
+from disagg_operator.cluster.api import Api, ApiError, connect
 from disagg_operator.cluster.controller import Controller, Owned, Sources, owned
 from disagg_operator.cluster.reflector import Reflector
 from disagg_operator.cluster.work import Key, WorkQueue
-from disagg_operator.constants import GROUP, LABEL_DEPLOYMENT, LABEL_MANAGED_BY, MANAGED_BY
+from disagg_operator.constants import GROUP, KIND, LABEL_DEPLOYMENT, LABEL_MANAGED_BY, MANAGED_BY
 from disagg_operator.crd import PLURAL, VERSION
 from disagg_operator.observed import Object, PodView, pod_view
 
 WORKERS = 8
+_WAIT_SECONDS = 2.0
 _OURS = f"{LABEL_MANAGED_BY}={MANAGED_BY},{LABEL_DEPLOYMENT}"
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -49,6 +54,9 @@ async def serve(settings: Settings, stop: asyncio.Event) -> None:
 
 
 async def _run(api: Api, settings: Settings, stop: asyncio.Event) -> None:
+    await _until_served(api, settings, stop)
+    if stop.is_set():
+        return
     queue = WorkQueue()
     resources: dict[Key, Object] = {}
     beats = {"last": time.monotonic()}
@@ -71,6 +79,20 @@ async def _run(api: Api, settings: Settings, stop: asyncio.Event) -> None:
         await _watch_resources(api, settings, resources, queue.mark, stop)
         for task in tasks:
             task.cancel()
+
+
+async def _until_served(api: Api, settings: Settings, stop: asyncio.Event) -> None:
+    """Wait for the resource and for the right to read it; kopf looks for a resource only once."""
+    while not stop.is_set():
+        try:
+            await api.list_all(KIND, settings.namespace)
+        except ApiError as error:
+            remedy = "install the resource: disagg crds | kubectl apply -f -" if error.not_found else "tried again"
+            logger.warning("cannot read deployments", extra={"error": str(error), "remedy": remedy})
+        else:
+            return
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(stop.wait(), _WAIT_SECONDS)
 
 
 async def _watch_resources(
