@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +25,15 @@ ROOT = Path(__file__).parents[2]
 class Operator:
     """`python -m disagg_operator` against one API server, all namespaces."""
 
-    def __init__(self, kubeconfig: Path, log: Path) -> None:
+    def __init__(self, kubeconfig: Path, log: Path, arguments: Sequence[str] = ()) -> None:
         self.log = log
+        self._arguments = arguments
         self._env = {**os.environ, "KUBECONFIG": str(kubeconfig)}
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
         with self.log.open("ab") as output:
-            command = [sys.executable, "-m", "disagg_operator"]
+            command = [sys.executable, "-m", "disagg_operator", *self._arguments]
             self.process = subprocess.Popen(command, env=self._env, stderr=output, start_new_session=True)
 
     def end(self, number: signal.Signals = signal.SIGKILL) -> int | None:
@@ -71,12 +72,12 @@ def kubectl(control_plane: ControlPlane) -> Iterator[Kubectl]:
 
 
 @pytest.fixture
-def start_operator(tmp_path: Path) -> Iterator[Callable[[Path], Operator]]:
+def start_operator(tmp_path: Path) -> Iterator[Callable[..., Operator]]:
     """Makes operators, not started yet, against the API server of a kubeconfig; they end with the test."""
     made: list[Operator] = []
 
-    def make(kubeconfig: Path) -> Operator:
-        made.append(Operator(kubeconfig, tmp_path / f"operator-{len(made)}.log"))
+    def make(kubeconfig: Path, *arguments: str) -> Operator:
+        made.append(Operator(kubeconfig, tmp_path / f"operator-{len(made)}.log", arguments))
         return made[-1]
 
     yield make
@@ -86,7 +87,7 @@ def start_operator(tmp_path: Path) -> Iterator[Callable[[Path], Operator]]:
 
 
 @pytest.fixture
-def stopped_operator(control_plane: ControlPlane, start_operator: Callable[[Path], Operator]) -> Operator:
+def stopped_operator(control_plane: ControlPlane, start_operator: Callable[..., Operator]) -> Operator:
     return start_operator(control_plane.kubeconfig)
 
 

@@ -7,7 +7,7 @@ discovery cache to disk, and its watch reads lines of 64 KiB at most, where a pl
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,15 +63,20 @@ class Page:
 
 
 class Api:
-    """The API server of one configuration; close it when done."""
+    """The API server of one configuration; close it when done.
 
-    def __init__(self, configuration: client.Configuration) -> None:
+    Args:
+        wrote: called with verb and kind after every write that was taken.
+    """
+
+    def __init__(self, configuration: client.Configuration, wrote: Callable[[str, str], None]) -> None:
         self.configuration = configuration
-        self._client = client.ApiClient(configuration)
+        self.client = client.ApiClient(configuration)
+        self._wrote = wrote
 
     async def close(self) -> None:
         """Close connections."""
-        await self._client.close()  # type: ignore[no-untyped-call]
+        await self.client.close()  # type: ignore[no-untyped-call]
 
     async def get(self, kind: str, namespace: str, name: str) -> Object | None:
         """An object, or None if it is not there."""
@@ -131,18 +136,23 @@ class Api:
         metadata = item["metadata"]
         where = path(item["kind"], metadata.get("namespace"), metadata["name"], subresource)
         query = [("fieldManager", FIELD_MANAGER), ("force", str(force).lower())]
-        return await self._json("PATCH", where, query, item, _APPLY)
+        answer = await self._json("PATCH", where, query, item, _APPLY)
+        self._wrote("apply", item["kind"])
+        return answer
 
     async def scale(self, kind: str, namespace: str, name: str, replicas: int) -> None:
         """Change nothing of a workload but its replicas."""
         body = {"spec": {"replicas": replicas}}
         query = [("fieldManager", FIELD_MANAGER)]
         await self._json("PATCH", path(kind, namespace, name, "scale"), query, body, _MERGE)
+        self._wrote("scale", kind)
 
     async def create(self, item: Object) -> Object:
         """Create an object."""
         where = path(item["kind"], item["metadata"].get("namespace"))
-        return await self._json("POST", where, [("fieldManager", FIELD_MANAGER)], item, "application/json")
+        answer = await self._json("POST", where, [("fieldManager", FIELD_MANAGER)], item, "application/json")
+        self._wrote("create", item["kind"])
+        return answer
 
     async def delete(self, kind: str, namespace: str, name: str, uid: str) -> None:
         """Delete the object of that UID, its dependents after it; nothing happens if it is gone or another."""
@@ -157,6 +167,8 @@ class Api:
         except ApiError as error:
             if error.status not in (404, 409):
                 raise
+        else:
+            self._wrote("delete", kind)
 
     async def _json(
         self,
@@ -183,11 +195,11 @@ class Api:
     ) -> aiohttp.ClientResponse:
         headers = {"Accept": "application/json"} | ({"Content-Type": content} if content else {})
         kept = [(key, value) for key, value in query if value]
-        request = await self._client.param_serialize(
+        request = await self.client.param_serialize(
             method, where, query_params=kept, header_params=headers, body=body, auth_settings=["BearerToken"]
         )
         try:
-            answer = await self._client.call_api(*request, _request_timeout=timeout)
+            answer = await self.client.call_api(*request, _request_timeout=timeout)
         except ApiException as error:
             raise ApiError(error.status or 0, str(error.reason), str(error.reason)) from error
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
@@ -198,8 +210,11 @@ class Api:
         raise _refused(answer.status, await answer.response.read(), f"{method} {where}")
 
 
-async def connect() -> Api:
+async def connect(wrote: Callable[[str, str], None]) -> Api:
     """The API server of the pod that this runs in, or else of `KUBECONFIG`.
+
+    Args:
+        wrote: see `Api`.
 
     Raises:
         ApiError: neither says where it is.
@@ -212,7 +227,7 @@ async def connect() -> Api:
             await config.load_kube_config(client_configuration=configuration)  # type: ignore[no-untyped-call]
     except (config.ConfigException, OSError) as error:
         raise ApiError(0, "NoConfiguration", f"neither in a pod nor a usable KUBECONFIG: {error}") from error
-    return Api(configuration)
+    return Api(configuration, wrote)
 
 
 def path(kind: str, namespace: str | None, name: str = "", subresource: str = "") -> str:

@@ -6,16 +6,20 @@ import asyncio
 import contextlib
 import inspect
 import logging
-import time
+import socket
+import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
 import kopf
 
 from disagg_operator.cluster.api import Api, ApiError, connect
 from disagg_operator.cluster.controller import Controller, Owned, Sources, owned
+from disagg_operator.cluster.health import Health, serving
+from disagg_operator.cluster.leader import lead
 from disagg_operator.cluster.reflector import Reflector
 from disagg_operator.cluster.work import Key, WorkQueue
 from disagg_operator.constants import GROUP, KIND, LABEL_DEPLOYMENT, LABEL_MANAGED_BY, MANAGED_BY
@@ -35,9 +39,13 @@ class Settings:
 
     Attributes:
         namespace: the only one that it looks at; all if None.
+        election: namespace of the Lease that operators elect their leader by; None to work without.
+        http: host (empty for all addresses) and port of health and metrics; None to serve none.
     """
 
     namespace: str | None = None
+    election: str | None = None
+    http: tuple[str, int] | None = None
 
 
 async def serve(settings: Settings, stop: asyncio.Event) -> None:
@@ -45,37 +53,52 @@ async def serve(settings: Settings, stop: asyncio.Event) -> None:
 
     Raises:
         ApiError: no API server is configured.
+        LeadershipLost: another operator may work now.
+        OSError: the HTTP address cannot be had.
     """
-    api = await connect()
+    health = Health()
+    api = await connect(lambda verb, kind: health.writes.labels(verb, kind).inc())
+    work = partial(_run, api, settings, stop, health)
     try:
-        await _run(api, settings, stop)
+        async with serving(health, *settings.http) if settings.http else contextlib.nullcontext():
+            if settings.election is None:
+                await work()
+            else:
+                identity = f"{socket.gethostname()}-{uuid.uuid4().hex[:8]}"
+                await lead(api.client, settings.election, identity, stop, work)
     finally:
         await api.close()
 
 
-async def _run(api: Api, settings: Settings, stop: asyncio.Event) -> None:
+async def _run(api: Api, settings: Settings, stop: asyncio.Event, health: Health) -> None:
     await _until_served(api, settings, stop)
     if stop.is_set():
         return
     queue = WorkQueue()
     resources: dict[Key, Object] = {}
-    beats = {"last": time.monotonic()}
-
-    def beat() -> None:
-        beats["last"] = time.monotonic()
-
+    health.depth.set_function(lambda: queue.depth)
+    health.beat()
+    health.working = True
     where = (settings.namespace, _OURS)
-    deployments: Reflector[Owned] = Reflector(api, "Deployment", *where, owned, queue.mark, beat)
-    config_maps: Reflector[Owned] = Reflector(api, "ConfigMap", *where, owned, queue.mark, beat)
-    pods: Reflector[PodView] = Reflector(api, "Pod", settings.namespace, LABEL_DEPLOYMENT, pod_view, queue.mark, beat)
+    deployments: Reflector[Owned] = Reflector(api, "Deployment", *where, owned, queue.mark, health.beat)
+    config_maps: Reflector[Owned] = Reflector(api, "ConfigMap", *where, owned, queue.mark, health.beat)
+    pods: Reflector[PodView] = Reflector(
+        api, "Pod", settings.namespace, LABEL_DEPLOYMENT, pod_view, queue.mark, health.beat
+    )
     sources = Sources(resources, deployments, config_maps, pods)
     controller = Controller(api, sources, lambda: datetime.now(UTC), queue.mark_later)
+
+    async def reconcile(key: Key) -> None:
+        async with health.measured():
+            await controller.reconcile(key)
+
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(one.run()) for one in (deployments, config_maps, pods)]
         # Decisions made before everything is known would create what exists and delete what is used.
         for one in (deployments, config_maps, pods):
             await one.synced.wait()
-        tasks.append(group.create_task(queue.run(controller.reconcile, WORKERS)))
+        health.synced = True
+        tasks.append(group.create_task(queue.run(reconcile, WORKERS)))
         await _watch_resources(api, settings, resources, queue.mark, stop)
         for task in tasks:
             task.cancel()
