@@ -104,7 +104,7 @@ fmt: install-dev ## Format the code and apply the safe fixes.
 
 .PHONY: verify
 verify: install-dev ## Check that crds/ matches the types and the lock files match pyproject.toml.
-	@$(BIN)/disagg crds | diff -u $(CRD) - || { echo 'The CRD is out of date: run make crds' >&2; exit 1; }
+	@$(BIN)/disagg crds | diff -u $(CRD) - && cmp $(CRD) charts/disagg-operator/files/crd.yaml || { echo 'The CRD is out of date: run make crds' >&2; exit 1; }
 	@tmp=$$(mktemp -d); trap 'rm -rf "$$tmp"' EXIT; \
 	cp requirements/*.txt "$$tmp"; \
 	{ $(COMPILE_DEV) -o "$$tmp/dev.txt" >/dev/null && diff -u requirements/dev.txt "$$tmp/dev.txt" && \
@@ -115,6 +115,7 @@ verify: install-dev ## Check that crds/ matches the types and the lock files mat
 .PHONY: crds
 crds: install-dev ## Write crds/ anew from the types.
 	$(BIN)/disagg crds > $(CRD)
+	cp $(CRD) charts/disagg-operator/files/crd.yaml
 
 .PHONY: lock
 lock: install-dev ## Write requirements/*.txt anew; LOCK_ARGS=--upgrade for newer versions.

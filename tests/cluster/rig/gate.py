@@ -21,14 +21,17 @@ _READS = ("GET", "HEAD", "OPTIONS")
 
 
 class Gate:
-    """A plain HTTP server on loopback that passes requests on as the administrator.
+    """A plain HTTP server on loopback that passes requests on as the administrator, or with a token.
 
     Attributes:
+        used: `(verb, resource)` of all requests, as RBAC names them, e.g. `("patch", "deployments/scale")`.
         writes: `METHOD path` of the writes that the API server took, in order; events are not counted.
         after_write: called in the gate's thread after each, with how many there were.
     """
 
-    def __init__(self, plane: ControlPlane, folder: Path) -> None:
+    def __init__(self, plane: ControlPlane, folder: Path, token: str = "") -> None:
+        self.used: set[tuple[str, str]] = set()
+        self._token = token
         self.writes: list[str] = []
         self.after_write: Callable[[int], None] = lambda _count: None
         self.kubeconfig = folder / "gate.conf"
@@ -44,7 +47,7 @@ class Gate:
             "apiVersion": "v1",
             "kind": "Config",
             "clusters": [cluster],
-            "users": [{"name": "user", "user": {}}],
+            "users": [{"name": "user", "user": {"token": self._token} if self._token else {}}],
             "contexts": [{"name": "gate", "context": {"cluster": "gate", "user": "user"}}],
             "current-context": "gate",
         }
@@ -61,7 +64,7 @@ class Gate:
 
     async def _start(self) -> int:
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(ssl=self._plane.client_context()),
+            connector=aiohttp.TCPConnector(ssl=self._plane.client_context(anonymous=bool(self._token))),
             timeout=aiohttp.ClientTimeout(total=None),
             auto_decompress=False,
         )
@@ -85,6 +88,7 @@ class Gate:
     async def _pass(self, request: web.Request) -> web.StreamResponse:
         headers = {key: value for key, value in request.headers.items() if key.lower() not in _HOP}
         body = await request.read()
+        self.used.add(_rbac(request))
         url = f"{self._plane.server}{request.path_qs}"
         async with self._session.request(request.method, url, headers=headers, data=body or None) as answer:
             kept = {key: value for key, value in answer.headers.items() if key.lower() not in _HOP}
@@ -101,3 +105,14 @@ class Gate:
                 async for chunk in answer.content.iter_any():
                     await response.write(chunk)
             return response
+
+
+def _rbac(request: web.Request) -> tuple[str, str]:
+    pieces = request.path.strip("/").split("/")
+    rest = pieces[2:] if pieces[0] == "api" else pieces[3:]
+    if rest[:1] == ["namespaces"] and len(rest) > 2:
+        rest = rest[2:]
+    resource, name, subresource = [*rest, "", "", ""][:3]
+    verbs = {"POST": "create", "PATCH": "patch", "PUT": "update", "DELETE": "delete"}
+    read = "get" if name else "watch" if request.query.get("watch") == "true" else "list"
+    return verbs.get(request.method, read), "/".join(filter(None, (resource, subresource)))

@@ -73,5 +73,5 @@ def eventually(what: str, probe: Callable[[], T | None], seconds: float = 30.0) 
         if answer:
             return answer
         if time.monotonic() > deadline:
-            raise RigError(f"{what}: not within {seconds:.0f} s, last {answer!r}")
+            raise RigError(f"{what}: not within {seconds:.0f} s, last answer {answer!r}")
         time.sleep(0.1)
