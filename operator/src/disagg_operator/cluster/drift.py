@@ -20,4 +20,6 @@ def holds(observed: Any, desired: Any) -> bool:
         if not isinstance(observed, list):
             return not desired and observed is None
         return len(observed) == len(desired) and all(map(holds, observed, desired))
-    return bool(observed == desired) or (observed is None and desired in ("", False))
+    # Not `in ("", False)`: 0 equals False, and an absent replica count means one.
+    absent = observed is None and (desired == "" or desired is False)
+    return absent or bool(observed == desired)
