@@ -37,7 +37,8 @@ _PYTHON: Final[Mapping[str, type | tuple[type, ...]]] = {
     "object": dict,
 }
 _RULE_KEYS = ("rule", "message", "messageExpression", "reason", "fieldPath")
-_RULE_REASONS = ("FieldValueInvalid", "FieldValueForbidden", "FieldValueRequired", "FieldValueDuplicate")
+# With the fourth that there is, FieldValueDuplicate, an API server leaves the message out.
+_RULE_REASONS = ("FieldValueInvalid", "FieldValueForbidden", "FieldValueRequired")
 _MAX_MESSAGE = 2048
 _FIELD_PATH = re.compile(r"(\.[A-Za-z_][A-Za-z0-9_]*)+")
 _NULL = {"type": "null"}

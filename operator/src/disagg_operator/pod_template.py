@@ -57,6 +57,9 @@ TEMPLATE_SCHEMA: JsonDict = {
     "x-kubernetes-validations": [
         {
             "rule": f"self.spec.containers.exists_one(c, c.name == '{ENGINE_CONTAINER}')",
+            "messageExpression": f"\"exactly one container named '{ENGINE_CONTAINER}' is needed, has %s\""
+            ".format([self.spec.containers.map(c, c.name)])",
+            # Where the names together are longer than an API server lets a message be.
             "message": f"exactly one container named '{ENGINE_CONTAINER}' is needed",
             "fieldPath": ".spec.containers",
         },

@@ -116,16 +116,14 @@ def notices(previous: Iterable[Mapping[str, Any]], conditions: Iterable[Mapping[
         keys = ("status", "reason", "message") if one["type"] in _SAID_IN_FULL else ("status", "reason")
         if all(old.get(key) == one[key] for key in keys) or one["reason"] in _SILENT:
             continue
-        kind: Literal["Normal", "Warning"] = (
-            "Normal" if one["status"] == "True" or one["reason"] in _ON_THE_WAY else ("Warning")
-        )
-        found.append(Notice(kind, one["reason"], one["message"]))
+        fine = one["status"] == "True" or one["reason"] in _AS_DECLARED
+        found.append(Notice("Normal" if fine else "Warning", one["reason"], one["message"]))
     # Ready repeats the reason of the condition that holds it back.
     return tuple(dict.fromkeys(found))
 
 
 _SAID_IN_FULL = (names.CONDITION_SPEC_VALID, names.CONDITION_PLAN_READY)
-_ON_THE_WAY = (names.REASON_STARTING, names.REASON_ROLLING_OUT)
+_AS_DECLARED = (names.REASON_SCALED_TO_ZERO,)
 _SILENT = (names.REASON_NO_PLAN, names.REASON_STARTING)
 
 

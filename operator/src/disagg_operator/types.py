@@ -34,7 +34,8 @@ Free = Annotated[dict[str, Any], Field(json_schema_extra={"x-kubernetes-preserve
 def _rules(*rules: JsonDict) -> JsonDict:
     """Schema of a type with what an API server judges by itself, in CEL.
 
-    Messages are fixed texts: it takes a number made into text as unbounded, and refuses expressions that use one.
+    Messages write numbers with `format`: what `string()` returns counts as unbounded text, which joined to other
+    text costs more than any budget.
 
     The same things are refused here or in planning, where there may be no API server. What takes a table of the
     planner (backends, dtypes, models) is judged there only: a table may grow without a new schema.
@@ -73,7 +74,6 @@ class GeometryGroup(Spec):
             {
                 "rule": "self.parts.all(p, self.parts.exists_one(q, q.name == p.name))",
                 "message": "a part stands twice in a group: give every part its own name",
-                "reason": "FieldValueDuplicate",
                 "fieldPath": ".parts",
             }
         )
@@ -84,7 +84,8 @@ class GeometryGroup(Spec):
     """Layer ids as ranges, e.g. `0-27,30`."""
     table: PartName | None = None
     """Block table that its pages are listed in, where groups share one; the group's name otherwise."""
-    parts: Annotated[list[GeometryPart], Field(min_length=1, max_length=64)]
+    # The rule above compares each with each: at 64 it takes most of what an API server lets one rule cost.
+    parts: Annotated[list[GeometryPart], Field(min_length=1, max_length=32)]
     """In the order in which a joint page holds them."""
 
 
@@ -201,12 +202,14 @@ class ParallelismSpec(Spec):
         json_schema_extra=_rules(
             {
                 "rule": "!has(self.pipelineLayers) || size(self.pipelineLayers) == self.pipeline",
-                "message": "pipelineLayers must list one layer range per stage, as many as pipeline says",
+                "messageExpression": "'%d stages are listed, pipeline is %d: list one layer range per stage'"
+                ".format([size(self.pipelineLayers), self.pipeline])",
                 "fieldPath": ".pipelineLayers",
             },
             {
                 "rule": "self.decodeContext == 1",
-                "message": "decode context parallelism is not planned yet: use 1",
+                "messageExpression": "'decode context parallelism is not planned yet: use 1, not %d'"
+                ".format([self.decodeContext])",
                 "fieldPath": ".decodeContext",
             },
         )
@@ -268,8 +271,8 @@ def _units_fit(role: str) -> JsonDict:
     return {
         "rule": "!has(self.model.geometry) || self.model.geometry.groups.all(g, g.parts.all(p, "
         f"p.sharding == 'replicated' || p.units % {tensor} == 0 || {tensor} % p.units == 0))",
-        "message": "units of a part cannot be placed on so many tensor-parallel ranks: of units and ranks one must "
-        "divide the other, for every part of model.geometry that is split",
+        "messageExpression": "'units of a part cannot be placed on %d tensor-parallel ranks: of units and ranks one "
+        f"must divide the other, for every part of model.geometry that is split'.format([{tensor}])",
         "fieldPath": f".{role}.parallelism.tensor",
     }
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from disagg_operator import constants
 from disagg_operator.children import CLUSTER
 from disagg_operator.cluster.drift import holds
 from disagg_operator.observed import Children, PodView, Problem, Workload, controlled_by, pod_view, workload, worst
@@ -84,6 +86,12 @@ def test_the_worst_problem_is_shown() -> None:
     assert worst([crash, None, place, quota]) == quota
     assert worst([crash, place]) == place
     assert worst([None]) is None
+
+
+def test_every_reason_has_a_remedy_in_the_documentation() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "operator.md").read_text()
+    reasons = {value for name, value in vars(constants).items() if name.startswith("REASON_")}
+    assert {reason for reason in reasons if f"`{reason}`" not in page} == set()
 
 
 def test_only_the_controller_counts_as_owner() -> None:
