@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 from rig.control_plane import ControlPlane
 from rig.kubectl import Kubectl, eventually
@@ -257,5 +258,42 @@ def test_a_cluster_without_the_resource_is_waited_for(
     kubectl.run("apply", "-f", str(ROOT / "crds"))
     kubectl.run("wait", "--for=condition=Established", f"crd/{CRD}", "--timeout=30s")
     eventually("the resource is served", lambda: kubectl.call("get", "dd").code == 0)
+    kubectl.apply(example())
+    settled(kubectl)
+
+
+def test_what_keeps_pods_from_coming_up_is_the_reason(kubectl: Kubectl, operator: Any, example: Example) -> None:
+    kubectl.run("create", "quota", "none", "--hard=pods=0")
+    eventually("the quota counts", lambda: (kubectl.get("resourcequota", "none") or {})["status"].get("used"))
+    kubectl.apply(example())
+    found = reason(kubectl, "Ready", "FailedCreate")
+    assert "0 of 1 replicas are ready" in found["message"]
+    assert "exceeded quota" in found["message"]
+    line = kubectl.run("get", "dd", "llama").splitlines()[1]
+    assert "FailedCreate" in line
+    eventually(
+        "a warning event", lambda: [event for event in kubectl.list("events") if event["reason"] == "FailedCreate"
+                                    and event["involvedObject"]["kind"] == "DisaggDeployment"]
+    )  # fmt: skip
+    kubectl.run("delete", "quota", "none")
+    settled(kubectl)
+
+
+@pytest.mark.parametrize(
+    ("container", "told"),
+    [
+        ({"ports": [{"containerPort": 99999}]}, "containerPort"),
+        ({"imagePullPolcy": "Always"}, "imagePullPolcy"),
+        ({"resources": {"limits": {"cpu": "much"}}}, "cpu"),
+    ],
+)
+def test_a_pod_template_that_the_api_server_refuses_is_said_with_its_words(
+    kubectl: Kubectl, operator: Any, example: Example, container: dict[str, Any], told: str
+) -> None:
+    template = {"spec": {"containers": [{"name": "engine", "image": "engine:1", **container}]}}
+    kubectl.apply(example(**{"spec.prefill.template": template}))
+    found = reason(kubectl, "Ready", "ApplyFailed")
+    assert told in found["message"] or "quantities must match" in found["message"]
+    assert "llama-prefill" in found["message"]
     kubectl.apply(example())
     settled(kubectl)

@@ -32,7 +32,7 @@ _WAITING = {
 
 @dataclass(frozen=True)
 class Problem:
-    """What keeps a pod, or all pods of a Deployment, from coming up."""
+    """What keeps pods from coming up, or a write from being done: one word for programs, a sentence for people."""
 
     reason: str
     message: str

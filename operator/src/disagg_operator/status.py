@@ -19,14 +19,6 @@ _LONGEST_MESSAGE = 4096
 
 
 @dataclass(frozen=True)
-class Failure:
-    """A write that the API server refused, or that we did not dare."""
-
-    reason: str
-    message: str
-
-
-@dataclass(frozen=True)
 class Notice:
     """An event to post on the resource."""
 
@@ -67,7 +59,7 @@ def cluster_status(
     deployment: DisaggDeployment,
     revision: str,
     observed: Children,
-    failures: tuple[Failure, ...],
+    failures: tuple[Problem, ...],
     now: datetime,
 ) -> dict[str, Any]:
     """The whole status on a cluster.
@@ -167,7 +159,7 @@ def _role(
     return counts, _condition(kind, False, found.reason, message)
 
 
-def _ready(conditions: Iterable[Mapping[str, Any]], failures: tuple[Failure, ...]) -> dict[str, Any]:
+def _ready(conditions: Iterable[Mapping[str, Any]], failures: tuple[Problem, ...]) -> dict[str, Any]:
     if failures:
         first = failures[0]
         more = f"; {len(failures) - 1} more writes failed" if len(failures) > 1 else ""

@@ -13,7 +13,7 @@ from disagg_operator.children import CLUSTER
 from disagg_operator.cluster.drift import holds
 from disagg_operator.observed import Children, PodView, Problem, Workload, controlled_by, pod_view, workload, worst
 from disagg_operator.reconcile import Snapshot, reconcile
-from disagg_operator.status import Failure, Notice, cluster_status, notices
+from disagg_operator.status import Notice, cluster_status, notices
 from disagg_operator.status_types import Status
 from disagg_operator.types import DisaggDeployment
 
@@ -110,7 +110,7 @@ def running(revision: str, prefill: int, decode: int, problem: Problem | None = 
     )
 
 
-def status_of(deployment: DisaggDeployment, observed: Children, *failures: Failure) -> dict[str, Any]:
+def status_of(deployment: DisaggDeployment, observed: Children, *failures: Problem) -> dict[str, Any]:
     desired = reconcile(Snapshot(deployment), CLUSTER)
     status = cluster_status(desired.status, deployment, desired.revision, observed, failures, NOW)
     Status.model_validate(status)
@@ -146,7 +146,7 @@ def test_what_stands_in_the_way_is_the_reason(deployment: DisaggDeployment) -> N
 
 def test_a_failed_write_comes_before_everything(deployment: DisaggDeployment) -> None:
     revision = reconcile(Snapshot(deployment), CLUSTER).revision
-    failed = status_of(deployment, running(revision, 1, 1), Failure("NameConflict", "taken"))
+    failed = status_of(deployment, running(revision, 1, 1), Problem("NameConflict", "taken"))
     assert conditions(failed)["Ready"] == ("False", "NameConflict")
 
 

@@ -22,9 +22,18 @@ from disagg_operator.constants import (
     REASON_APPLY_FAILED,
     REASON_NAME_CONFLICT,
 )
-from disagg_operator.observed import Children, Object, PodView, PublishedPlan, Workload, controlled_by, workload
+from disagg_operator.observed import (
+    Children,
+    Object,
+    PodView,
+    Problem,
+    PublishedPlan,
+    Workload,
+    controlled_by,
+    workload,
+)
 from disagg_operator.reconcile import Desired, Snapshot, reconcile
-from disagg_operator.status import Failure, Notice, cluster_status, notices, refused_status
+from disagg_operator.status import Notice, cluster_status, notices, refused_status
 from disagg_operator.types import DisaggDeployment, parse_deployment
 from disagg_plan.errors import Refusal
 
@@ -138,7 +147,7 @@ class Controller:
 
     async def _apply(
         self, key: Key, desired: Desired, known: Mapping[tuple[str, str], Owned], uid: str
-    ) -> tuple[list[Object], tuple[Failure, ...]]:
+    ) -> tuple[list[Object], tuple[Problem, ...]]:
         """Write what differs; objects that only others need go last, and only if everything else went well."""
         applied: list[Object] = []
         for item in desired.objects:
@@ -148,7 +157,7 @@ class Controller:
             except ApiError as error:
                 if error.terminating:
                     raise
-                failure = Failure(REASON_APPLY_FAILED, f"{kind} {name}: {error}")
+                failure = Problem(REASON_APPLY_FAILED, f"{kind} {name}: {error}")
             if failure is not None:
                 # What follows may mount what failed: it would only make pods that cannot start.
                 return applied, (failure,)
@@ -159,19 +168,19 @@ class Controller:
             for kind, name in desired.leaving:
                 await self._api.delete(kind, key.namespace, name, known[kind, name].uid)
         except ApiError as error:
-            return applied, (Failure(REASON_APPLY_FAILED, f"{name}: {error}"),)
+            return applied, (Problem(REASON_APPLY_FAILED, f"{name}: {error}"),)
         return applied, ()
 
     async def _apply_one(
         self, key: Key, item: Object, found: Owned | None, uid: str, applied: list[Object]
-    ) -> Failure | None:
+    ) -> Problem | None:
         kind, name = item["kind"], item["metadata"]["name"]
         if found is not None and holds(found.item, item):
             return None
         # A label can be taken off or put on by anyone: whose an object is, only its owner reference says.
         current = await self._api.get(kind, key.namespace, name)
         if current is not None and not controlled_by(current, uid):
-            return Failure(
+            return Problem(
                 REASON_NAME_CONFLICT,
                 f"{kind} {name} exists and is not of this deployment: remove it, or give the deployment another name",
             )
