@@ -7,6 +7,7 @@ leaves the children that exist as they are: a mistaken edit ends no pod.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 from disagg_operator import children
@@ -88,15 +89,21 @@ def reconcile(snapshot: Snapshot, site: Site) -> Desired:
 def _published(plans: tuple[PublishedPlan, ...], inputs: str) -> wire.Plan | None:
     """A published plan for the same inputs that still proves: another planner's plan restarts no pod."""
     for published in sorted(plans, key=lambda plan: (plan.created, plan.name)):
-        if published.inputs != inputs:
-            continue
-        try:
-            plan = wire.decode(published.text)
-            prove(plan)
-        except (FormatError, ProofError):
-            continue
-        return plan
+        plan = _proven(published.text) if published.inputs == inputs else None
+        if plan is not None:
+            return plan
     return None
+
+
+@lru_cache(maxsize=64)
+def _proven(text: str) -> wire.Plan | None:
+    """A published plan that proves. Remembered: every change of a pod is a decision, and a large proof takes a while."""
+    try:
+        plan = wire.decode(text)
+        prove(plan)
+    except (FormatError, ProofError):
+        return None
+    return plan
 
 
 def _rendered_otherwise(observed: Children, rendered: Object) -> bool:
