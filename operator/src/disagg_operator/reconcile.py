@@ -97,7 +97,7 @@ def _published(plans: tuple[PublishedPlan, ...], inputs: str) -> wire.Plan | Non
 
 @lru_cache(maxsize=64)
 def _proven(text: str) -> wire.Plan | None:
-    """A published plan that proves. Remembered: every change of a pod is a decision, and a large proof takes a while."""
+    """A published plan that proves. Remembered: every pod that changes is a decision, and a large proof takes long."""
     try:
         plan = wire.decode(text)
         prove(plan)
